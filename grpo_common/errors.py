@@ -12,21 +12,13 @@ from grpo_common.redaction import HIDDEN, is_secret, redacted_text
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One thing that is wrong. Parts may be empty."""
 
-    Attributes:
-        field: the subject: a flag (`--dtype`), a key of a request, a file, a process; may be empty.
-        got: the value received, or the state found.
-        wanted: the value or state that would have been right.
-        fix: what the user can do, as an imperative.
-        summary: what happened, where `got` and `wanted` do not say it.
-    """
-
-    field: str = ""
-    got: str = ""
-    wanted: str = ""
-    fix: str = ""
-    summary: str = ""
+    field: str = ""  # the subject: a flag (`--dtype`), a key of a request, a file, a process
+    got: str = ""  # the value received, or the state found
+    wanted: str = ""  # the value or state that would have been right
+    fix: str = ""  # what the user can do, as an imperative
+    summary: str = ""  # what happened, where `got` and `wanted` do not say it
 
     def __post_init__(self) -> None:
         """Hide secrets in what comes from users and other programs, so that no way of showing it can forget to."""
@@ -71,11 +63,7 @@ class UserError(Exception):
 
     @classmethod
     def of(cls, problems: Sequence[Problem]) -> Self:
-        """Return one error for several problems; its message has a line for each.
-
-        Args:
-            problems: at least one.
-        """
+        """Return one error for several problems, at least one; its message has a line for each."""
         error = cls("\n".join(map(str, problems)))
         error._take(problems)
         return error

@@ -48,23 +48,17 @@ def may_pass(status: int) -> bool:
     return status in _SAYS_NOTHING_OF_THE_REQUEST or (status >= 500 and status != _NOT_IMPLEMENTED)
 
 
-def raise_open_files() -> int:
-    """Raise this process's limit of open files (`ulimit -n`) as far as it may, at most to 65,536, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    descriptors = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < descriptors:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
-    return descriptors
-
-
 def connection_limit() -> int:
-    """Raise the limit of open files, and return how many connections this process's server takes, for uvicorn's
-    `limit_concurrency`.
+    """Raise the limit of open files (`ulimit -n`) as far as possible, at most to 65,536, and return how many
+    connections this process's server takes, for uvicorn's `limit_concurrency`.
 
     Without a free file descriptor the event loop would close new connections unanswered; uvicorn answers those beyond
     the limit with 503 and logs it.
     """
-    descriptors = raise_open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    descriptors = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
     return descriptors - min(_SPARE_DESCRIPTORS, descriptors // 4)
 
 
@@ -72,38 +66,32 @@ MSGPACK_TYPES = frozenset({"application/msgpack", "application/x-msgpack", "appl
 
 
 def is_msgpack(content_type: str | None) -> bool:
-    """Return whether a `Content-Type` is MessagePack, whatever its parameters and case.
-
-    Any other type is read as JSON.
-    """
+    """Return whether a `Content-Type` is MessagePack, whatever its parameters and case; any other is read as JSON."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """The content of an error answer.
+    """The content of an error answer; `got`, `wanted` and `fix` are parts of the reason, if the server gives them."""
 
-    Attributes:
-        reason: the whole message, at most 500 characters.
-        key: the request key at fault, if the server names it.
-        got, wanted, fix: parts of the reason, if the server gives them.
-    """
-
-    reason: str
-    key: str | None = None
+    reason: str  # the whole message, at most 500 characters
+    key: str | None = None  # the request key at fault, if the server names it
     got: str | None = None
     wanted: str = ""
     fix: str = ""
 
 
 def complaint(body: bytes, content_type: str | None) -> Complaint:
-    """Return the content of an error answer.
+    """Return the content of an error answer: `detail` and `field` of the rollout API, `error` of the inference server.
 
-    The rollout API sends `detail` and `field`, the inference server `error`. For any other answer the reason is its
-    text.
+    For any other answer the reason is its text.
     """
     packed = is_msgpack(content_type)
-    said = _decoded(body, packed)
+    try:
+        said: Any = msgspec.msgpack.decode(body) if packed else msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        said = None
+    said = said if isinstance(said, dict) else {}
     if isinstance(error := said.get("error"), dict):
         reason, parts = error.get("message", error), {name: error.get(name) or "" for name in ("wanted", "fix")}
         return Complaint(str(reason)[:_LONGEST], error.get("param"), error.get("got"), **parts)
@@ -111,15 +99,6 @@ def complaint(body: bytes, content_type: str | None) -> Complaint:
         return Complaint(str(said["detail"])[:_LONGEST], said.get("field"))
     text = f"{len(body)} bytes of {content_type}" if packed else body.decode(errors="replace")[:_LONGEST]
     return Complaint(text or "no reason given")
-
-
-def _decoded(body: bytes, packed: bool) -> dict[str, Any]:
-    """Return the object in a body, or an empty one if the body is anything else."""
-    try:
-        said = msgspec.msgpack.decode(body) if packed else msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -38,11 +38,7 @@ that of the full layers. Scaling is that of the full layers."""
 def copy_tokenizer(model: str | Path, folder: Path) -> bool:
     """Copy the files of a model's tokenizer byte for byte; return False if none is on this machine.
 
-    Args:
-        model: a folder, or a name on the hub.
-
-    Raises:
-        OSError: a file can't be copied.
+    Raise an OSError if a file can't be copied.
     """
     source = find_folder(str(model)) if str(model) else None
     found = [path for name in TOKENIZER_FILES if source and (path := source / name).exists()]
@@ -58,10 +54,9 @@ def copy_tokenizer(model: str | Path, folder: Path) -> bool:
 
 
 def make_readable(folder: Path) -> None:
-    """Add the keys of transformers 4 to a folder's `config.json` and `tokenizer_config.json`, where it has these files.
+    """Add the keys of transformers 4 to the `config.json` and `tokenizer_config.json` that a folder has.
 
-    Raises:
-        OSError: a file can't be read or written.
+    Raise an OSError if a file can't be read or written.
     """
     for name, readable in ((CONFIG_FILE, readable_config), (TOKENIZER_CONFIG_FILE, readable_tokenizer_config)):
         path = folder / name

@@ -48,8 +48,7 @@ def find_folder(name: str) -> Path | None:
 def from_anywhere(name: str, folders: Iterable[Path] = ()) -> str:
     """Return a model's name so that it means the same in every folder: a folder's whole path, or the hub's name.
 
-    Args:
-        folders: where a relative path may start that does not start in the current folder.
+    A relative path that does not start in the current folder may start in one of `folders`.
     """
     found = next((folder / name for folder in (Path(), *folders) if (folder / name).is_dir()), None)
     return name if found is None else str(found.resolve())

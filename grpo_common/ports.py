@@ -8,14 +8,10 @@ import psutil
 
 
 def try_to_bind(host: str, port: int, *, reuse: bool = True) -> None:
-    """Bind a socket and close it.
+    """Bind a socket and close it. Raise an OSError if no server could listen there.
 
-    Args:
-        reuse: as servers bind, so that TIME_WAIT is no obstacle. Then a port that another process has bound, but does
-            not listen on yet, is no obstacle either.
-
-    Raises:
-        OSError: no server could listen there.
+    With `reuse` it binds as servers do: TIME_WAIT is no obstacle, nor is a port that another process has bound, but
+    does not listen on yet.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)

@@ -110,17 +110,11 @@ def _is_parameter(name: str) -> bool:
 
 @dataclass
 class Redaction:
-    """What was hidden in a value.
+    """What was hidden in a value."""
 
-    Attributes:
-        value: the same without secrets.
-        names: of what was hidden or left out, such as `trainer.vllm_api_key`.
-        secrets: what was hidden as it was; other text may repeat it.
-    """
-
-    value: Any = None
-    names: list[str] = field(default_factory=list)
-    secrets: set[str] = field(default_factory=set)
+    value: Any = None  # the same without secrets
+    names: list[str] = field(default_factory=list)  # of what was hidden or left out, such as `trainer.vllm_api_key`
+    secrets: set[str] = field(default_factory=set)  # what was hidden as it was; other text may repeat it
 
 
 def redact(value: Any, *, drop: bool = False, known: Iterable[str] = ()) -> Redaction:
@@ -149,11 +143,7 @@ def redacted_arguments(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def redacted_text(text: str, known: Iterable[str] = ()) -> str:
-    """Return free text, such as a line of a log, with its secrets hidden.
-
-    Args:
-        known: secrets that are hidden wherever they stand, if they are long enough.
-    """
+    """Return free text, such as a line of a log, with its secrets hidden; `known` ones as in `redact`."""
     return _Walk(False, [each for each in known if len(each) >= SHORTEST]).text(text, "")
 
 
@@ -162,8 +152,6 @@ _GONE: Any = object()
 
 
 class _Walk:
-    """One pass over a value."""
-
     def __init__(self, drop: bool, known: Sequence[str]) -> None:
         self._drop, self._known = drop, sorted(known, key=len, reverse=True)
         self.names: list[str] = []

@@ -30,32 +30,21 @@ State = Literal["starting", "running", "restarting", "waiting for a machine", "l
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A server that `grpo run` started, or that `grpo servers add` named.
-
-    Attributes:
-        url: empty while it waits for a machine.
-        where: the machine.
-        boot: how often it was started.
-    """
+    """A server that `grpo run` started, or that `grpo servers add` named."""
 
     name: str
-    url: str
-    where: str
+    url: str  # empty while it waits for a machine
+    where: str  # the machine
     state: State
-    boot: int = 1
+    boot: int = 1  # how often it was started
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What the trainer knows of a server.
-
-    Attributes:
-        version: the policy version that it generates with; None: the trainer does not use it.
-        note: why the trainer does not use it.
-    """
+    """What the trainer knows of a server."""
 
     boot: int
-    version: int | None = None
-    note: str = ""
+    version: int | None = None  # the policy version that it generates with; None: the trainer does not use it
+    note: str = ""  # why the trainer does not use it
 
 
 def read_members(folder: Path) -> tuple[Member, ...]:
@@ -80,10 +69,9 @@ def in_use(folder: Path) -> dict[str, int]:
 
 
 def _read(path: Path, kind: type[T], default: T) -> T:
-    """Return a file's content. Files are replaced as a whole: one that can't be read is of an earlier run, and damaged.
+    """Return a file's content; raise a FormatError if a newer version wrote it.
 
-    Raises:
-        FormatError: a newer version wrote the file.
+    Files are replaced as a whole: one that can't be read is of an earlier run, and damaged.
     """
     try:
         content = msgspec.json.decode(path.read_bytes())

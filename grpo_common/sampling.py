@@ -68,17 +68,15 @@ def bends(params: Mapping[str, Any]) -> Problem | None:
             "temperature", f"{temperature:g}", f"{LEAST_TEMPERATURE:g} or more: at 0 nothing is sampled",
             "sample with a temperature; evaluations may be greedy",
         )  # fmt: skip
-    found = cuts(params) | {
-        name: params[name] for name, neutral in _BENDING.items() if not _is_neutral(params.get(name), neutral)
-    }
+    found: dict[str, Any] = {**cuts(params)}
+    for name, neutral in _BENDING.items():
+        value = params.get(name)
+        is_text = isinstance(value, Mapping) and value.get("type") == "text"  # OpenAI's `response_format` for text
+        if not (value is None or value == neutral or is_text or (isinstance(value, Sized) and not len(value))):
+            found[name] = value
     for name, value in found.items():
         fix = "leave it out in training; evaluations may use it"
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:59] + "…"
         return Problem(name, shown, "none: the trainer can't reproduce its probabilities", fix)
     return None
-
-
-def _is_neutral(value: object, neutral: object) -> bool:
-    is_text = isinstance(value, Mapping) and value.get("type") == "text"  # OpenAI's `response_format` for plain text
-    return value is None or value == neutral or (isinstance(value, Sized) and not len(value)) or is_text

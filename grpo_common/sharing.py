@@ -36,13 +36,9 @@ def unreceivable(options: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def unshareable(options: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield a problem for each option with which no trainer could use the server's weights.
+    """Yield a problem, whose field is the option's name, for each option with which no trainer could use the weights.
 
-    Args:
-        options: values by name, as argparse has them or as they were typed (`"2"`).
-
-    Returns:
-        Problems whose field is the option's name.
+    `options` has values by name, as argparse has them or as they were typed (`"2"`).
     """
     for name, only, why, fix in _ONLY:
         value = options.get(name, only)
@@ -51,12 +47,9 @@ def unshareable(options: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def indivisible(config: Mapping[str, Any], workers: int) -> Iterator[Problem]:
-    """Yield a problem for each size of a model that tensor parallel over `workers` can't divide for sharing.
+    """Yield a problem for each size of a model (or its text part) that tensor parallel over `workers` can't divide.
 
     vLLM repeats heads of keys and values if it has more workers than heads. Then a weight has several places.
-
-    Args:
-        config: the model's configuration, or that of its text part.
     """
     heads = config.get("num_attention_heads")
     sizes = {"num_attention_heads": heads, "num_key_value_heads": config.get("num_key_value_heads") or heads}

@@ -35,27 +35,19 @@ LINES, CHARACTERS, STACK_CHARACTERS = 17, 500, 200
 class Notice(msgspec.Struct, frozen=True):
     """A message to the user."""
 
-    number: int
-    """Counted from 1 in each process."""
-    text: str
-    """The lines after the first are a stack."""
-    waits: bool = False
-    """It says that the process waits for another one."""
-    missed: int = 0
-    """Notices before it that were not written."""
+    number: int  # counted from 1 in each process
+    text: str  # the lines after the first are a stack
+    waits: bool = False  # it says that the process waits for another one
+    missed: int = 0  # notices before it that were not written
 
 
 class Status(msgspec.Struct, frozen=True):
     """The content of the file."""
 
-    phase: str = ""
-    """Of a trainer; empty: none has begun."""
-    since: float = 0.0
-    """Start of the phase, in Unix seconds."""
-    lacks_batch: bool = False
-    """A trainer has waited for a batch for seconds, and waits still."""
-    notices: tuple[Notice, ...] = ()
-    """The newest ones."""
+    phase: str = ""  # of a trainer; empty: none has begun
+    since: float = 0.0  # start of the phase, in Unix seconds
+    lacks_batch: bool = False  # a trainer has waited for a batch for seconds, and waits still
+    notices: tuple[Notice, ...] = ()  # the newest ones
     pid: int = 0
     """Of the process that wrote it: one of an earlier run may still be ending, and write the file of the same name."""
     format: int = 1

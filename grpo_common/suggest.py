@@ -22,10 +22,8 @@ def nearest(name: str, known: Iterable[str], likeness: float = LIKENESS) -> str 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
     """Return the fix of an unknown option or function: `did you mean X?`, or `otherwise` where no known name is near.
 
-    Names that differ only in their table come first: `env.group_size` for `group_size` or `openai.group_size`.
-
-    Args:
-        prefix: put before each suggested name, such as `--`.
+    Names that differ only in their table come first: `env.group_size` for `group_size` or `openai.group_size`. The
+    `prefix`, such as `--`, stands before each suggested name.
     """
     known, last = list(known), name.rpartition(".")[2]
     near = [each for each in known if each.rpartition(".")[2] == last and each != name]

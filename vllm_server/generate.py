@@ -186,13 +186,9 @@ def _chunks(output: Any, lease: Lease) -> bytes:
 
 
 def _positions(logprobs: Any) -> list[list[TokenLogprobs]]:
-    """Return logprobs by position. vLLM puts the sampled token first in each position, and so does the wire.
+    """Return the logprobs (vLLM's FlatLogprobs, or mappings) by position; raise as `_check_not_nan`.
 
-    Args:
-        logprobs: vLLM's FlatLogprobs, or a sequence of mappings.
-
-    Raises:
-        ServeError: see `_check_not_nan`.
+    vLLM puts the sampled token first in each position, and so does the wire.
     """
     if (starts := getattr(logprobs, "start_indices", None)) is None:
         return [[_plain(position)] for position in logprobs]
@@ -227,7 +223,6 @@ _NOT_FOR_REQUESTS = frozenset(
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Return the sampling keys of the installed vLLM."""
     fields = require("vllm.sampling_params", "SamplingParams").__struct_fields__
     return frozenset(name for name in fields if not name.startswith("_")) - _NOT_FOR_REQUESTS
 

@@ -37,16 +37,11 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def error_response(error: ServeError) -> Response:
-    """Return the answer to a request that raised the error."""
     return json_response(error.response(), error.status)
 
 
 def parse_body(body: bytes, kind: type[T]) -> T:
-    """Return a JSON body; an empty one counts as `{}`.
-
-    Raises:
-        ServeError: 422, the body is not JSON or not of that kind.
-    """
+    """Return a JSON body; an empty one counts as `{}`. Raise a ServeError, 422, if it is not JSON of that kind."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -139,59 +134,53 @@ class BeforeVllm:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))  # --root-path
         method = scope["method"] if scope["type"] == "http" else ""
-        if method and (refusal := self._refusal(path, method)) is not None:
-            await error_response(refusal)(scope, receive, send)
-        elif method == "POST" and path in GENERATING:
-            await self._by_newest(scope, receive, send)
-        elif method == "POST" and path in ADAPTERS:
-            await self._by_name(scope, receive, send, ADAPTERS[path])
-        else:
-            await self.app(scope, receive, send)
-
-    def _refusal(self, path: str, method: str) -> ServeError | None:
-        if path == WITHOUT_VERSIONS:
-            return ServeError(404, "path", path, "a route with versions", "use /v1")
-        if path == SCALING:
-            wanted = "the number of engines that the server was started with"
-            return ServeError(409, path[1:], "another number", wanted, "start another: grpo servers add")
-        if path.startswith("/adapters/"):
-            return self._refusal_of_name(path.removeprefix("/adapters/"))
-        if path in CHANGING and method == "POST" and self.server.has_trainer:
-            got, fix = "a change of the engine while a trainer updates it", "use routes below /bridge, or end the run"
-            return ServeError(409, path[1:], got, "a server without a trainer", fix)
-        return None
-
-    def _refusal_of_name(self, name: object) -> ServeError | None:
-        registry = self.server.registry
-        if isinstance(name, str) and (registry.knows(name) or parse_version(name, registry.lora_name) is not None):
-            return ServeError(409, "adapter_name", name, "a name that no version has", "use the routes below /lora")
-        return None
-
-    async def _by_name(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
-        """Pass on a request for one of vLLM's own adapters."""
-        body = await _read(receive)
         try:
-            if (refusal := self._refusal_of_name(parse_body(body, dict[str, Any]).get(key, ""))) is not None:
-                raise refusal
-            await self.app(scope, _replay(body, receive), send)
+            self._check(path, method)
+            if method == "POST" and path in GENERATING:
+                await self._by_newest(scope, receive, send)
+                return
+            if method == "POST" and path in ADAPTERS:
+                body = await _read(receive)
+                self._check_name(parse_body(body, dict[str, Any]).get(ADAPTERS[path]))
+                receive = _replay(body, receive)
         except ServeError as error:
             await error_response(error)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _check(self, path: str, method: str) -> None:
+        if not method:  # a websocket, or the application's start and end
+            return
+        if path == WITHOUT_VERSIONS:
+            raise ServeError(404, "path", path, "a route with versions", "use /v1")
+        if path == SCALING:
+            wanted = "the number of engines that the server was started with"
+            raise ServeError(409, path[1:], "another number", wanted, "start another: grpo servers add")
+        if path.startswith("/adapters/"):
+            self._check_name(path.removeprefix("/adapters/"))
+        if path in CHANGING and method == "POST" and self.server.has_trainer:
+            got, fix = "a change of the engine while a trainer updates it", "use routes below /bridge, or end the run"
+            raise ServeError(409, path[1:], got, "a server without a trainer", fix)
+
+    def _check_name(self, name: object) -> None:
+        """Refuse the name of a version for one of vLLM's own adapters."""
+        registry = self.server.registry
+        if isinstance(name, str) and (registry.knows(name) or parse_version(name, registry.lora_name) is not None):
+            raise ServeError(409, "adapter_name", name, "a name that no version has", "use the routes below /lora")
 
     async def _by_newest(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        try:
-            # vLLM reads more than JSON, such as NaN. What is not read here it would answer by the model that it finds.
-            fields, asked = parse_body(body, dict[str, msgspec.Raw]), parse_body(body, _Model).model
-            if not self.server.registry.knows(asked):  # an adapter of vLLM's --lora-modules, or unknown
-                return await self.app(scope, _replay(body, receive), send)
-            async with self.server.serving(asked) as lease:
-                name = msgspec.Raw(msgspec.json.encode(lease.version.name))
-                body = msgspec.json.encode(fields | {"model": name})
-                others = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
-                scope = {**scope, "headers": [*others, (b"content-length", str(len(body)).encode())]}
-                await self.app(scope, _replay(body, receive), self._answer(scope, receive, send, lease))
-        except ServeError as error:
-            await error_response(error)(scope, receive, send)
+        # vLLM reads more than JSON, such as NaN. What is not read here it would answer by the model that it finds.
+        fields, asked = parse_body(body, dict[str, msgspec.Raw]), parse_body(body, _Model).model
+        if not self.server.registry.knows(asked):  # an adapter of vLLM's --lora-modules, or unknown
+            await self.app(scope, _replay(body, receive), send)
+            return
+        async with self.server.serving(asked) as lease:
+            name = msgspec.Raw(msgspec.json.encode(lease.version.name))
+            body = msgspec.json.encode(fields | {"model": name})
+            others = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+            scope = {**scope, "headers": [*others, (b"content-length", str(len(body)).encode())]}
+            await self.app(scope, _replay(body, receive), self._answer(scope, receive, send, lease))
 
     def _answer(self, scope: Scope, receive: Receive, send: Send, lease: Lease) -> Send:
         """Return a `send` that adds the version's headers.

@@ -35,19 +35,15 @@ _BLOCK = "_grpo_block"
 class Rows:
     """The logprobs of a step, in the place of vLLM's LogprobsLists. Requests take the number of their row.
 
-    Attributes:
-        columns: logprobs of a token.
-        ids: token ids of all rows in turn, the sampled one first. Flat lists are no work for the garbage collector.
-        logprobs: likewise.
-        ranks: of the sampled tokens.
+    All rows follow each other in flat lists, the sampled token first in each: no work for the garbage collector.
     """
 
     def __init__(self, lists: Any) -> None:
         self._lists = lists
-        self.columns: int = lists.logprobs.shape[1]
+        self.columns: int = lists.logprobs.shape[1]  # logprobs of a token
         self.ids: list[int] = lists.logprob_token_ids.ravel().tolist()
         self.logprobs: list[float] = lists.logprobs.ravel().tolist()
-        self.ranks: list[int] = lists.sampled_token_ranks.tolist()
+        self.ranks: list[int] = lists.sampled_token_ranks.tolist()  # of the sampled tokens
 
     def slice_request(self, row: int, positions: int) -> Any:
         """Return what vLLM keeps as an output's `new_logprobs`."""
@@ -55,17 +51,13 @@ class Rows:
 
 
 class Block:
-    """Tokens of a completion, and their logprobs as in `Rows`, with 0 columns if the request wants none.
-
-    Attributes:
-        waits: whether the request is answered when it is complete.
-    """
+    """Tokens of a completion, and their logprobs as in `Rows`, with 0 columns if the request wants none."""
 
     __slots__ = ("columns", "ids", "logprobs", "ranks", "tokens", "waits")
 
     def __init__(self, columns: int, *, waits: bool) -> None:
         self.columns = columns
-        self.waits = waits
+        self.waits = waits  # the request is answered when it is complete
         self.tokens: list[int] = []
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -79,11 +71,7 @@ class Block:
 
 
 def send_in_blocks() -> None:
-    """Call this in the engine's process, before it takes requests.
-
-    Raises:
-        FatalError: this vLLM makes its outputs, or pauses, elsewhere.
-    """
+    """Call this in the engine's process, before it takes requests."""
     scheduler = seams.require("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output")
     blocks = Blocks(
         output=seams.require("vllm.v1.engine", "EngineCoreOutput"),
@@ -116,12 +104,9 @@ def send_in_blocks() -> None:
 
 
 class Blocks:
-    """What becomes of a step's outputs.
+    """What becomes of a step's outputs, made of vLLM's EngineCoreOutput and LogprobsLists.
 
-    Args:
-        output: vLLM's EngineCoreOutput.
-        lists: vLLM's LogprobsLists.
-        complete: vLLM's kind of a request that is answered once, when it is complete.
+    `complete` is vLLM's kind of a request that is answered once, when it is complete.
     """
 
     def __init__(self, *, output: Any, lists: Any, complete: Any) -> None:
@@ -206,11 +191,7 @@ class Blocks:
 
 
 def unpack() -> None:
-    """Call this in the server's process, before it starts an engine.
-
-    Raises:
-        FatalError: this vLLM gets or processes its outputs elsewhere.
-    """
+    """Call this in the server's process, before it starts an engine."""
     client = seams.require("vllm.v1.engine.core_client", "AsyncMPClient", "get_output_async")
     receive: Callable[[Any], Awaitable[Any]] = client.get_output_async
 
@@ -276,11 +257,7 @@ _ROWS = "grpo_experts"
 
 
 def check_experts(config: Any, workers: Sequence[WorkerInfo]) -> None:
-    """Check that the engine records experts.
-
-    Raises:
-        FatalError: it does not.
-    """
+    """Raise a FatalError if the engine does not record experts."""
     parallel = config.parallel_config
     if config.speculative_config is not None:
         raise FatalError(field=FLAG, got="speculative decoding", wanted="one token a step", fix="leave one of them out")
@@ -302,11 +279,7 @@ def check_experts(config: Any, workers: Sequence[WorkerInfo]) -> None:
 
 
 def collect_experts() -> None:
-    """Have vLLM's output processor add rows to a request's logprobs. Call this after `unpack`.
-
-    Raises:
-        FatalError: this vLLM processes logprobs elsewhere.
-    """
+    """Have vLLM's output processor add rows to a request's logprobs. Call this after `unpack`."""
     processor = seams.require("vllm.v1.engine.logprobs", "LogprobsProcessor", "_update_sample_logprobs")
     update: Callable[[Any, Any], None] = processor._update_sample_logprobs
 
@@ -326,12 +299,7 @@ def collect_experts() -> None:
 def experts_of(logprobs: Any, shape: RoutedShape, length: int) -> bytes:
     """Return the experts of a completion and its prompt (the format: `protocol/routed_experts.py`).
 
-    Args:
-        logprobs: of the completion.
-        length: tokens that were computed: all but the last.
-
-    Raises:
-        ServeError: 422, some token has no row.
+    `length` counts the tokens that were computed: all but the last. Raise a ServeError, 422, if one has no row.
     """
     rows = b"".join(vars(logprobs).get(_ROWS, []))[: length * shape.row_bytes]
     if len(rows) < length * shape.row_bytes:

@@ -18,28 +18,18 @@ Process = Literal["server", "engine", "worker"]
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement.
-
-    Attributes:
-        by: "module:function" of this project that makes it; it raises an IncompatibleError if vLLM lacks the place.
-            "module" alone: it is made there for one engine object.
-        process: the kind of process in which it is made. A worker may be in the engine's process.
-        why: the reason.
-        replaces: the places in vLLM, with a space between them.
-        test: the test that fails when the place moves; a file below tests/.
-        until: what makes it unnecessary.
-        device: the only platform with it; None: all.
-        writable: only a server whose weights a trainer writes has it.
-    """
+    """One replacement."""
 
     by: str
-    process: Process
+    """`module:function` of this project that makes it; it raises an IncompatibleError if vLLM lacks the place.
+    `module` alone: it is made there for one engine object."""
+    process: Process  # a worker may be in the engine's process
     why: str
-    replaces: str
-    test: str
-    until: str
-    device: Literal["cpu", "cuda"] | None = None
-    writable: bool = False
+    replaces: str  # the places in vLLM, with a space between them
+    test: str  # that fails when the place moves; a file below tests/
+    until: str  # what makes it unnecessary
+    device: Literal["cpu", "cuda"] | None = None  # the only platform with it; None: all
+    writable: bool = False  # only a server whose weights a trainer writes has it
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
@@ -61,7 +51,7 @@ PATCHES = (
         "integration/test_server_life.py", until="a vLLM whose `serve` takes a running fork server",
     ),
     Patch(
-        "vllm_server.server", "server",
+        "vllm_server.fence", "server",
         "a completion waits while weights are written, and finds no cache of older ones",
         "vllm.v1.engine.core_client.AsyncMPClient.add_request_async",
         "unit/test_engine.py", until="a vLLM whose cache keys have the version of the weights", writable=True,
@@ -134,11 +124,7 @@ _applied: set[str] = set()
 
 
 def patch_vllm(process: Process, *, writable: bool = False) -> None:
-    """Make this process's replacements in vLLM, each once.
-
-    Raises:
-        IncompatibleError: this vLLM lacks a place.
-    """
+    """Make this process's replacements in vLLM, each once. Raise an IncompatibleError if vLLM lacks a place."""
     printable_logs()
     device = importlib.import_module("vllm_server.seams").device_type()
     for patch in PATCHES:

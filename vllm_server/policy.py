@@ -59,18 +59,12 @@ def check_version(version: int) -> None:
 class PolicyRegistry:
     """Versions by name, in the order in which they were published."""
 
-    served_name: InitVar[str]
-    """The base model's name, as clients use it."""
-    lora_name: str
-    """Versions are named `<lora_name>-v<N>`."""
-    aliases: InitVar[tuple[str, ...]] = ()
-    """Further names that mean "the newest version"."""
-    keep: int
-    """How many versions stay loaded; older ones retire."""
-    capacity: int
-    """How many adapters the engine can hold at once; more than `keep`, for the one being loaded."""
-    base_version: InitVar[int] = 0
-    """The base model's version number."""
+    served_name: InitVar[str]  # the base model's name, as clients use it
+    lora_name: str  # versions are named `<lora_name>-v<N>`
+    aliases: InitVar[tuple[str, ...]] = ()  # further names that mean "the newest version"
+    keep: int  # how many versions stay loaded; older ones retire
+    capacity: int  # how many adapters the engine can hold at once; more than `keep`, for the one being loaded
+    base_version: InitVar[int] = 0  # the base model's version number
     load_count: int = 0
 
     def __post_init__(self, served_name: str, aliases: tuple[str, ...], base_version: int) -> None:
@@ -89,7 +83,7 @@ class PolicyRegistry:
 
     @property
     def versions(self) -> list[Version]:
-        """Return all adapters that the engine holds, oldest first."""
+        """All adapters that the engine holds, oldest first."""
         return list(self._live.values())
 
     # ------------------------------------------------------------------------------------------- publishing
@@ -123,8 +117,7 @@ class PolicyRegistry:
     ) -> Version:
         """Return a version to load. `activate` it after the load, or drop it.
 
-        Raises:
-            ServeError: 409, a loaded version came from the same path.
+        Raise a ServeError, 409, if a loaded version came from the same path.
         """
         assert adapter_id > 0, "id 0 is the base model"
         assert name not in self._used_names, name
@@ -175,8 +168,7 @@ class PolicyRegistry:
     def resolve(self, model: str | None = None, policy_version: int | None = None) -> Version:
         """Return the version for a request with this `model` and `policy_version` (None: not given).
 
-        Raises:
-            ServeError: 404, the server has no such version (any more), or 422, the two contradict each other.
+        Raise a ServeError: 404, the server has no such version (any more), or 422, the two contradict each other.
         """
         by_name = None if model is None or model in self._newest_aliases else self._find(model)
         by_number = None if policy_version is None else self._find_number(policy_version)
@@ -206,10 +198,8 @@ class PolicyRegistry:
     def retire(self, name: str | None = None) -> Version | None:
         """Withdraw the version `name` (by default the newest). Return None if there is none to withdraw.
 
-        Withdrawing a withdrawn name again is no error: a client may repeat the request after a lost answer.
-
-        Raises:
-            ServeError: 404, there never was such a version.
+        Withdrawing a withdrawn name again is no error: a client may repeat the request after a lost answer. Raise a
+        ServeError, 404, if there never was such a version.
         """
         if name in self._used_names and ((known := self._live.get(name or "")) is None or known.retired):
             return known

@@ -5,6 +5,7 @@ with, and requests that arrive after the load get the new one.
 """
 
 import asyncio
+import importlib
 import logging
 import mmap
 import os
@@ -12,17 +13,22 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from uuid import uuid4
 
+import msgspec
+
 from grpo_common.trace import stage
-from vllm_server.adapters import WEIGHTS_FILE, allowed_path, check_file, check_folder, understood
+from vllm_server import seams
+from vllm_server.adapters import WEIGHTS_FILE, check_file, check_folder, understood
 from vllm_server.channels import Channels, require_lora
 from vllm_server.errors import ServeError
 from vllm_server.policy import PolicyRegistry, Version
 from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse, LoraUnloadRequest, LoraUnloadResponse
 from vllm_server.protocol.channels import Transport, WeightTransport
+from vllm_server.seams import Engine
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Keep request bodies in memory files, which the engine's processes read without another copy.
@@ -53,8 +59,7 @@ class Bodies:
     async def holding(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[str]:
         """Yield the path of a file that has exactly these bytes while the block runs.
 
-        Raises:
-            ServeError: 422, the body is empty.
+        Raise a ServeError, 422, if there are none.
         """
         file = self._idle.pop() if self._idle else MemoryFile()
         try:
@@ -82,25 +87,17 @@ class Bodies:
 
 @dataclass(frozen=True)
 class Delivery:
-    """One adapter to install.
+    """One adapter to install."""
 
-    Attributes:
-        transport: the value of `--lora-transport`.
-        origin: where it comes from, as users see it: a folder, or `memory://…`, `cuda_ipc://…`, `nccl://…`.
-        config: its adapter_config.json.
-        file: the safetensors file that the engine reads; empty for a channel.
-        channel: the open channel that the engine receives from; empty for a file.
-    """
-
-    transport: Transport | WeightTransport
-    origin: str
-    config: dict[str, Any]
-    file: str = ""
-    channel: str = ""
+    transport: Transport | WeightTransport  # the value of `--lora-transport`
+    origin: str  # as users see it: a folder, or `memory://…`, `cuda_ipc://…`, `nccl://…`
+    config: dict[str, Any]  # its adapter_config.json
+    file: str = ""  # the safetensors file that the engine reads; empty for a channel
+    channel: str = ""  # the open channel that the engine receives from; empty for a file
 
     @property
     def said_by(self) -> str:
-        """Return the part of the request that names the adapter; errors refer to it."""
+        """The part of the request that names the adapter; errors refer to it."""
         return {"disk": "adapter_path", "memory": "body"}.get(self.transport, "channel")
 
 
@@ -109,9 +106,7 @@ async def delivered(
 ) -> Delivery:
     """Return how an adapter is delivered, after a check of what can be seen of it.
 
-    Args:
-        body: the memory file that has the request's body of safetensors; its metadata holds the configuration.
-        roots: folders in which adapters may be.
+    `body` is the memory file that has the request's body of safetensors; its metadata holds the configuration.
 
     Raises:
         ServeError: 422, the request names no way or several, or the adapter is damaged or not servable; 404, the
@@ -130,13 +125,9 @@ async def delivered(
         opened = channels.request(name, adapters=True)
         kind, config = opened.transport, opened.adapter_config or {}
         return Delivery(kind, f"{kind}://{name}/{unique}", config, channel=name)
-
-    def in_folder() -> Delivery:
-        path = allowed_path(request.adapter_path or "", roots)
-        config, weights = check_folder(path, roots, max_rank=max_rank)
-        return Delivery("disk", str(path), config, file=str(weights))
-
-    return await asyncio.to_thread(in_folder)  # a disk may be slow
+    check = partial(check_folder, request.adapter_path or "", roots, max_rank=max_rank)
+    path, config, weights = await asyncio.to_thread(check)  # a disk may be slow
+    return Delivery("disk", str(path), config, file=str(weights))
 
 
 logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handler and format
@@ -153,27 +144,80 @@ class Installed:
     stall_seconds: float
 
 
-class AdapterEngine(Protocol):
-    """The engine's methods that publishing uses; `engine.Adapters` implements them."""
+@dataclass(frozen=True)
+class Adapters:
+    """The engine's adapters, and the table in which vLLM's /v1 routes find them by name.
 
-    def next_id(self) -> int: ...
-    async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed: ...
-    async def remove(self, name: str, adapter_id: int) -> None: ...
+    `models` is vLLM's OpenAIServingModels. Ids come from its counter, so adapters loaded by vLLM's own `--lora-modules`
+    or load route never share an id with ours.
+    """
+
+    engine: Engine
+    models: Any
+
+    def __post_init__(self) -> None:
+        for name in ("lora_requests", "lora_id_counter"):
+            if not hasattr(self.models, name):
+                raise seams.moved(f"OpenAIServingModels.{name}")
+
+    def next_id(self) -> int:
+        """Return an adapter id that this process has never used."""
+        return self.models.lora_id_counter.inc(1)
+
+    async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
+        """Write the adapter into a slot of every worker, then register it for /v1.
+
+        Raises:
+            ServeError: 422, the adapter is not finite.
+            Exception: any error of the engine. The adapter may be installed or not; `remove` it.
+        """
+        config = msgspec.json.encode(delivery.config).decode()
+        where = {"file": delivery.file, "channel": delivery.channel}
+        answers = await seams.call_workers(self.engine, "grpo_install_adapter", args=(adapter_id, config), kwargs=where)
+        for answer in answers:
+            if "field" in answer:
+                wanted = "an adapter that is finite in the dtype in which it is served, multiplied by its scale as well"
+                fix = "publish one of an earlier step; train with a lower learning rate or lora_alpha"
+                raise ServeError(422, answer["field"], answer["refused"], wanted, fix)
+            if "refused" in answer:
+                raise RuntimeError(answer["refused"])
+        # With pipeline parallelism a worker has only some layers. A module is unserved if no worker has a place for it.
+        unserved = set.intersection(*(set(answer["unserved"]) for answer in answers))
+        if unserved:
+            raise RuntimeError(f"no place in this model for {', '.join(sorted(unserved)[:5])} ({len(unserved)} in all)")
+        self.models.lora_requests[name] = self.request(name, adapter_id, delivery.origin)
+        return Installed(
+            slot=answers[0]["slot"],
+            replayed=all(answer["replayed"] for answer in answers),
+            stall_seconds=max(answer["seconds"] for answer in answers),
+        )
+
+    async def remove(self, name: str, adapter_id: int) -> None:
+        """Free the adapter's slot and its place in the engine's cache. No in-flight request may use it."""
+        self.models.lora_requests.pop(name, None)
+        await self.engine.remove_lora(adapter_id)
+        # vLLM's metric of running and waiting adapters keeps a series for each set of names there ever was.
+        registry = importlib.import_module("prometheus_client").REGISTRY
+        if (gauge := registry._names_to_collectors.get("vllm:lora_requests_info")) is not None:
+            gauge.clear()
+
+    def request(self, name: str, adapter_id: int, path: str) -> Any:
+        """Return the `LoRARequest` of a request that this adapter answers."""
+        kind = seams.require("vllm.lora.request", "LoRARequest")
+        return kind(lora_name=name, lora_int_id=adapter_id, lora_path=path)
 
 
 @dataclass
 class Publisher:
-    """Keeps the registry and the engine consistent.
-
-    `fault` says why the state of the engine's adapters is unknown; None if it is known. A successful publish clears it.
-    """
+    """Keeps the registry and the engine consistent."""
 
     registry: PolicyRegistry
-    engine: AdapterEngine
+    engine: Adapters
     channels: Channels
-    roots: tuple[Path, ...]
+    roots: tuple[Path, ...]  # folders in which adapters may be
     room_timeout_s: float = ROOM_TIMEOUT_S
     fault: str | None = None
+    """Why the state of the engine's adapters is unknown; None if it is known. A successful publish clears it."""
     last_update_time: float = 0.0
     bodies: Bodies = field(default_factory=Bodies)
     _answered: tuple[str | None, LoraLoadResponse | None] = (None, None)  # the last publish with a request id
@@ -184,8 +228,7 @@ class Publisher:
     def serving(self, model: str | None = None, policy_version: int | None = None) -> Iterator[Version]:
         """Yield the version that answers a request; the engine holds it while the block runs.
 
-        Raises:
-            ServeError: 404 no such version, 503 a publish failed half-way.
+        Raise a ServeError: 404 no such version, 503 a publish failed half-way.
         """
         self.check_healthy()
         version = self.registry.resolve(model, policy_version)
@@ -204,9 +247,6 @@ class Publisher:
 
     async def load(self, request: LoraLoadRequest, body: str | None = None) -> LoraLoadResponse:
         """Publish a version. After this returns, every new request (or only those that name it) gets it.
-
-        Args:
-            body: the memory file that holds the adapter, if the request's body is the adapter.
 
         Raises:
             ServeError: 403, 404, 409 or 422 for an error in the request or the adapter; 503 if in-flight requests kept
@@ -263,11 +303,7 @@ class Publisher:
         )
 
     async def unload(self, request: LoraUnloadRequest) -> LoraUnloadResponse:
-        """Withdraw a version. The engine frees it now, or when the last request on it has ended.
-
-        Raises:
-            ServeError: 404, no such version.
-        """
+        """Withdraw a version; raise a ServeError, 404, if there is none. The engine frees it after its last request."""
         async with self.channels.changing:
             version = self.registry.retire(request.adapter_name)
             await self._sweep()

@@ -5,6 +5,7 @@ The places are those of vLLM 0.32. What this server *replaces* in vLLM is in `pa
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 from collections.abc import AsyncGenerator
@@ -99,14 +100,7 @@ WRITABLE_SEAMS: Seams = {
 
 
 def probe(*, writable: bool = False) -> None:
-    """Check every place that this server uses.
-
-    Args:
-        writable: a trainer writes the server's weights.
-
-    Raises:
-        IncompatibleError: names everything that this vLLM does not have.
-    """
+    """Raise an IncompatibleError that names every place that this server uses and this vLLM does not have."""
     missing: list[str] = []
     for table in (SEAMS, WRITABLE_SEAMS) if writable else (SEAMS,):
         for module, names in table.items():
@@ -140,11 +134,7 @@ def _salts_cache_keys() -> bool:
 def require(module: str, name: str = "", *members: str) -> Any:
     """Return one of vLLM's modules, or what is called `name` in it; `name` may have dots.
 
-    Args:
-        members: what the result must have.
-
-    Raises:
-        IncompatibleError: something of this does not exist; the message names it.
+    Raise an IncompatibleError that names it if the module, the name or one of its `members` does not exist.
     """
     try:
         value: Any = importlib.import_module(module)
@@ -198,3 +188,12 @@ def engine_dead_error() -> type[Exception]:
 def engine_generate_error() -> type[Exception]:
     """Return the error that the engine raises for any other failure of one request; the failure is its cause."""
     return require("vllm.v1.engine.exceptions", "EngineGenerateError")
+
+
+async def call_workers(engine: Engine, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
+    """Return what a method of every worker answers. Of several replicas vLLM's own call returns the first's answers."""
+    if engine.vllm_config.parallel_config.data_parallel_size == 1:
+        return await engine.collective_rpc(method, args=args, kwargs=kwargs)
+    core, call = engine.engine_core, ("collective_rpc", method, None, args, kwargs)
+    replicas = await asyncio.gather(*(core._call_utility_async(*call, engine=replica) for replica in core.core_engines))
+    return [answer for answers in replicas for answer in answers]

@@ -39,11 +39,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(args: Namespace) -> None:
-    """Serve until a signal arrives; block until then.
-
-    Raises:
-        EngineEndedError: the engine has ended by itself.
-    """
+    """Serve until a signal arrives; block until then. Raise an EngineEndedError if the engine ends by itself."""
     decorate_logs("APIServer", skip_if_decorated=True)
     if args.numa_bind:  # works on a new program, not on a fork
         forking.leave()
@@ -134,8 +130,7 @@ class _HttpServer(NoSignalServer):
 async def _run_until_signal(http: uvicorn.Server, engine: Any, sock: socket.socket) -> None:
     """Answer requests until a signal arrives; in-flight requests then have a moment before the engine ends.
 
-    Raises:
-        EngineEndedError: vLLM has ended the HTTP server because the engine had ended.
+    Raise an EngineEndedError if vLLM has ended the HTTP server because the engine had ended.
     """
     loop, signalled = asyncio.get_running_loop(), False
 

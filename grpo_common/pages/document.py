@@ -41,7 +41,6 @@ def document(
     """Return the whole page.
 
     Args:
-        title: as text.
         body: HTML, without scripts and without `style` attributes.
         scripts: run in this order after the body.
         data: for the scripts, as JSON in the element `data`; None: there is no such element.
@@ -50,21 +49,20 @@ def document(
     """
     allowed = f"style-src {_hashes([style])}; script-src {_hashes(scripts)}; connect-src {asks}; img-src data:"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
+    element = ""
+    if data is not None:
+        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+        text = text.translate({code: f"\\{shown}" for code, shown in BIDI.items()})  # JSON doubles a backslash
+        element = f'<script type="application/json" id="data">{text}</script>'
     refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">{refresh}'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>{escape(title.translate(BIDI))}</title><style>{style}</style></head>"
-        f"<body>{body}{'' if data is None else _data(data)}"
+        f"<body>{body}{element}"
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
-
-
-def _data(data: Any) -> str:
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    text = text.translate({code: f"\\{shown}" for code, shown in BIDI.items()})  # JSON doubles a backslash
-    return f'<script type="application/json" id="data">{text}</script>'
 
 
 def _hashes(inline: Sequence[str]) -> str:

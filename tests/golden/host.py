@@ -49,7 +49,7 @@ from tests.golden.models import (
     with_adapter,
 )
 from tests.golden.stand_in import bridge_config, write_config
-from vllm_server.protocol.bridge_config import BridgeConfigFile
+from vllm_server.protocol.bridge_config import BridgeConfigFile, Exported
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,6 @@ def _engine(folder: Path, on_gpu: bool) -> Any:
 
 def _exported(engine: Any, folder: Path, on_gpu: bool) -> BridgeConfigFile:
     """Written and read as the server and the trainer do."""
-    from vllm_server.worker.shared_weights import Exported
-
     (answer,) = engine.collective_rpc("grpo_export_weights")
     exported = msgspec.json.decode(answer["exported"], type=Exported)
     config = bridge_config(

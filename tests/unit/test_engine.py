@@ -17,10 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.unit.factories import refusing, story
 from vllm_server.errors import IncompatibleError, ServeError
+from vllm_server.fence import SharedEngine
 from vllm_server.policy import Lease, PolicyRegistry, Version
 from vllm_server.protocol import parse_version
-from vllm_server.publisher import Delivery
-from vllm_server.server import Adapters, SharedEngine, describe_workers
+from vllm_server.publisher import Adapters, Delivery
+from vllm_server.server import describe_workers
 
 INSTALLED = {"slot": 0, "replayed": False, "unserved": (), "seconds": 0.1}
 DELIVERY = Delivery("memory", "memory://1", {"r": 8}, file="file")

@@ -78,7 +78,8 @@ def fence_on(engine: Engine, writable: bool = True) -> Fence:
     def version(number: int) -> None:
         engine.events.append(f"version {number}")
 
-    return Fence(BOOT, engine, on_version=version, writable=writable)
+    held: Any = engine
+    return Fence(BOOT, held, on_version=version, writable=writable)
 
 
 def begin(in_flight: InFlight = "keep", timeout_s: float = 60.0, boot_id: str = BOOT) -> UpdateBeginRequest:

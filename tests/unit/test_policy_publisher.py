@@ -61,7 +61,8 @@ def make_publisher(root: Path, *, keep: int = 2, capacity: int = 3, timeout: flo
     held = PolicyRegistry(served_name="base", lora_name="policy", keep=keep, capacity=capacity)
     nothing: Any = None
     channels = Channels(nothing, Fence("boot", nothing, on_version=lambda _: None), accepts=False, max_rank=8)
-    return Publisher(held, StandInEngine(), channels, (root.resolve(),), room_timeout_s=timeout)
+    engine: Any = StandInEngine()
+    return Publisher(held, engine, channels, (root.resolve(),), room_timeout_s=timeout)
 
 
 def engine_of(publisher: Publisher) -> StandInEngine:
@@ -183,7 +184,8 @@ class SlowEngine(StandInEngine):
 
 @publishing(keep=1, capacity=4)
 async def test_publisher_waits_for_slots_that_are_being_freed(made: Publishing) -> None:
-    made.publisher.engine = engine = SlowEngine()
+    slow: Any = SlowEngine()
+    made.publisher.engine = engine = slow
     with ExitStack() as running:
         for number in (1, 2, 3, 4):
             await made.load(number)

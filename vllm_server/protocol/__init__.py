@@ -105,11 +105,7 @@ def parse_version(name: str, lora_name: str) -> int | None:
 
 
 def servable_rank(rank: int) -> int:
-    """Return the smallest legal `--max-lora-rank` that holds adapters of `rank`.
-
-    Raises:
-        ValueError: no legal rank is large enough.
-    """
+    """Return the smallest legal `--max-lora-rank` that holds adapters of `rank`. Raise a ValueError if none does."""
     for legal in LEGAL_LORA_RANKS:
         if 1 <= rank <= legal:
             return legal
@@ -474,32 +470,19 @@ SERVABLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 
 
 def refusals(adapter_config: Mapping[str, Any], max_rank: int) -> list[Problem]:
-    """Return everything in an adapter's configuration that cannot be served, the worst first; empty if it is servable.
+    """Return everything in an `adapter_config.json` that cannot be served, the worst first; empty if it is servable.
 
-    Args:
-        adapter_config: the object in `adapter_config.json`; a missing field has a servable default.
-        max_rank: the server's `--max-lora-rank`.
+    A missing field has a servable default. `max_rank` is the server's `--max-lora-rank`.
     """
-    found = [
-        Problem(
-            field,
-            got=json.dumps(adapter_config[field]),
-            wanted=" or ".join(json.dumps(value) for value in servable),
-            fix=fix,
-        )
-        for field, (servable, fix) in SERVABLE.items()
-        if field in adapter_config and adapter_config[field] not in servable
-    ]
+    found = []
+    for field, (servable, fix) in SERVABLE.items():
+        if field in adapter_config and adapter_config[field] not in servable:
+            wanted = " or ".join(json.dumps(value) for value in servable)
+            found.append(Problem(field, got=json.dumps(adapter_config[field]), wanted=wanted, fix=fix))
     rank = adapter_config.get("r")
     if not isinstance(rank, int) or not 1 <= rank <= max_rank:
-        found.append(
-            Problem(
-                "r",
-                got=str(rank),
-                wanted=f"1 to {max_rank}, this server's --max-lora-rank",
-                fix="train with a smaller rank or start the server with a larger --max-lora-rank",
-            )
-        )
+        fix = "train with a smaller rank or start the server with a larger --max-lora-rank"
+        found.append(Problem("r", got=str(rank), wanted=f"1 to {max_rank}, this server's --max-lora-rank", fix=fix))
     return found
 
 

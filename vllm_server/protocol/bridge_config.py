@@ -59,6 +59,15 @@ class FileHandle(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 Handle = CudaIpcHandle | FileHandle
 
 
+class Exported(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of worker `rank` to the server's process: handles by vLLM's names, `device` as torch writes it."""
+
+    rank: int
+    handles: dict[str, Handle]
+    device: str
+    torch_version: str
+
+
 class RankWeights(msgspec.Struct, frozen=True, kw_only=True):
     """The weights of another worker than the first, as in `BridgeConfigFile`. All workers have the same names."""
 

@@ -29,10 +29,9 @@ T = TypeVar("T")
 
 
 class PartMemory:
-    """One thread's memory for a part on its way between a GPU and a file. It is kept between files.
+    """One thread's memory for a part on its way between a device and a file. It is kept between files.
 
-    Args:
-        device: where the tensors are. For a GPU the memory is page-locked, so that the GPU copies it by itself.
+    For a GPU the memory is page-locked, so that the GPU copies it by itself.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,11 +49,7 @@ class PartMemory:
         return torch.cuda.Stream(self._device)
 
     def write(self, file: int, offset: int, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Write a tensor in a dtype at a byte of a file.
-
-        Raises:
-            OSError: it can't be written.
-        """
+        """Write a tensor in a dtype at a byte of a file. Raise an OSError if it can't be written."""
         flat_E = tensor.detach().reshape(-1)
         step = PART_BYTES // dtype.itemsize
         for start in range(0, flat_E.numel(), step):
@@ -71,9 +66,7 @@ class PartMemory:
     def read(self, file: int, offset: int, target_B: Tensor) -> None:
         """Read at most `PART_BYTES` bytes at a byte of a file into a tensor on any device; they are there on return.
 
-        Raises:
-            ValueError: the file ends before.
-            OSError: it can't be read.
+        Raise a ValueError if the file ends before, and an OSError if it can't be read.
         """
         if target_B.device.type == "cpu":
             read_at(file, memory_of(target_B), offset)
@@ -86,11 +79,7 @@ class PartMemory:
 
 
 class PartThreads:
-    """Threads that each have a `PartMemory`.
-
-    Args:
-        device: where the tensors are.
-    """
+    """Threads that each have a `PartMemory`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,11 +88,7 @@ class PartThreads:
         self._own = threading.local()
 
     def each(self, work: Callable[[PartMemory, T], None], items: Iterable[T]) -> None:
-        """Do the work for each item, and return when all threads are done.
-
-        Raises:
-            Exception: what the work for an item raised; of several, for the first item.
-        """
+        """Do the work for each item; when all threads are done, raise what it raised for the first item that failed."""
         done = [self._pool.submit(self._do, work, item) for item in items]
         wait(done)  # even if one fails, so that no thread uses the file or the tensor afterwards
         for one in done:
@@ -134,11 +119,7 @@ def write_at(file: int, data: memoryview | bytes, offset: int) -> None:
 
 
 def read_at(file: int, memory: memoryview, offset: int) -> None:
-    """Fill the memory from a byte of an open file.
-
-    Raises:
-        ValueError: the file ends before.
-    """
+    """Fill the memory from a byte of an open file. Raise a ValueError if the file ends before."""
     wanted = offset + len(memory)
     while memory:
         count = os.preadv(file, [memory], offset)

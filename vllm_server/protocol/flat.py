@@ -23,15 +23,10 @@ _VERSION_DIGITS = len(str(HIGHEST_VERSION))
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """One tensor's place in the data.
-
-    Attributes:
-        dtype: by safetensors' names: F32, BF16, …
-        start, end: bytes from the start of the data.
-    """
+    """One tensor's place in the data, in bytes from its start."""
 
     name: str
-    dtype: str
+    dtype: str  # by safetensors' names: F32, BF16, …
     shape: tuple[int, ...]
     start: int
     end: int
@@ -47,7 +42,7 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of data."""
+        """Bytes of data."""
         return max((span.end for span in self.spans), default=0)
 
 
@@ -77,11 +72,7 @@ def with_version(header: bytes, version: int) -> bytes:
 
 
 def header_size(head: bytes) -> int:
-    """Return the size of length and header together, from the first eight bytes.
-
-    Raises:
-        ValueError: this is not a safetensors file.
-    """
+    """Return the size of length and header, from the first eight bytes; a ValueError if they are not safetensors'."""
     if len(head) < 8:
         raise ValueError(f"{len(head)} bytes")
     size = struct.unpack("<Q", head[:8])[0]
@@ -93,19 +84,14 @@ def header_size(head: bytes) -> int:
 def read_header(stream: BinaryIO) -> bytes:
     """Return length and header from the beginning of a file, for `decode_header`. The stream then is at the data.
 
-    Raises:
-        ValueError: this is not a safetensors file.
+    Raise a ValueError if this is not a safetensors file.
     """
     head = stream.read(8)
     return head + stream.read(header_size(head) - 8)
 
 
 def decode_header(data: bytes) -> Header:
-    """Decode length and header; more bytes may follow them in `data`.
-
-    Raises:
-        ValueError: they are damaged; the message says how.
-    """
+    """Decode length and header, which more bytes may follow. Raise a ValueError that says how they are damaged."""
     size = header_size(data)
     if len(data) < size:
         raise ValueError(f"a file that ends in its header ({len(data)} of {size} bytes)")
@@ -121,25 +107,16 @@ def decode_header(data: bytes) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("__metadata__ that is not an object of strings")
     for span in spans:
-        _check(span)
-    _check_order(spans)
-    return Header(spans, metadata, size)
-
-
-def _check(span: TensorSpan) -> None:
-    if not all(type(n) is int and n >= 0 for n in (*span.shape, span.start, span.end)) or span.end < span.start:
-        raise ValueError(f"{span.name} with shape {span.shape} at {span.start}:{span.end}")
-    if not isinstance(span.dtype, str):
-        raise ValueError(f"{span.name} of dtype {span.dtype}")
-    wanted = prod(span.shape) * ITEM_SIZES.get(span.dtype, 0)
-    if span.dtype in ITEM_SIZES and span.end - span.start != wanted:
-        raise ValueError(f"{span.name} with {span.end - span.start} bytes for shape {span.shape} of {span.dtype}")
-
-
-def _check_order(spans: Iterable[TensorSpan]) -> None:
-    """Raise a ValueError if the data has gaps, or bytes that belong to two tensors."""
+        if not all(type(n) is int and n >= 0 for n in (*span.shape, span.start, span.end)) or span.end < span.start:
+            raise ValueError(f"{span.name} with shape {span.shape} at {span.start}:{span.end}")
+        if not isinstance(span.dtype, str):
+            raise ValueError(f"{span.name} of dtype {span.dtype}")
+        wanted = prod(span.shape) * ITEM_SIZES.get(span.dtype, 0)
+        if span.dtype in ITEM_SIZES and span.end - span.start != wanted:
+            raise ValueError(f"{span.name} with {span.end - span.start} bytes for shape {span.shape} of {span.dtype}")
     end = 0
-    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):  # neither gaps nor bytes of two tensors
         if span.start != end:
             raise ValueError(f"{span.name} at byte {span.start} of the data, wanted {end}")
         end = span.end
+    return Header(spans, metadata, size)

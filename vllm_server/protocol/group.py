@@ -69,11 +69,7 @@ class _Config(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Return this process's NCCL library.
-
-    Raises:
-        NcclError: there is none.
-    """
+    """Return this process's NCCL library. Raise an NcclError if there is none."""
     try:
         found = ctypes.CDLL("libnccl.so.2")  # torch has loaded it, so its name finds it in any folder
     except OSError as error:
@@ -119,11 +115,8 @@ def unique_id() -> bytes:
 class Communicator:
     """One rank of a communicator on the current CUDA device; all ranks are created together.
 
-    Args:
-        abandoned: called while waiting for the others; raises if they are known not to come.
-
-    Raises:
-        NcclError: the others did not answer in time.
+    `abandoned` is called while waiting for the others; it raises if they are known not to come. An NcclError says that
+    they did not answer in time.
     """
 
     def __init__(self, name: bytes, rank: int, size: int, abandoned: Callable[[], None] = lambda: None) -> None:
@@ -147,8 +140,7 @@ class Communicator:
     def wait(self, done: Callable[[], bool], abandoned: Callable[[], None] = lambda: None) -> None:
         """Wait until `done()` (a stream's query) reports that the enqueued work has finished.
 
-        Raises:
-            NcclError: it did not finish in time, or a rank failed.
+        Raise an NcclError if it does not finish in time, or a rank fails.
         """
         self._until(done, "broadcast", BROADCAST_TIMEOUT_S, abandoned)
 
@@ -215,8 +207,7 @@ def address_towards(host: str, port: int) -> str:
 def meeting(backend: Literal["nccl", "gloo"], world_size: int, host: str) -> tuple[GroupSpec, TCPStore | None]:
     """Return how the ranks meet, and the store at which they do, on a free port of `host`. Only rank 0 calls this.
 
-    Raises:
-        NcclError: this process has no NCCL.
+    Raise an NcclError if this process has no NCCL.
     """
     if backend == "nccl":
         return GroupSpec(backend=backend, meet=b64encode(unique_id()).decode(), world_size=world_size), None
@@ -269,11 +260,8 @@ class Group:
     def broadcast(self, data: Tensor) -> None:
         """Send rank 0's data to all ranks, in place. By NCCL this is only enqueued on the current stream: see `wait`.
 
-        Args:
-            data: on a GPU for NCCL, in main memory for Gloo.
-
-        Raises:
-            GroupError: a rank has ended, or did not come in time. The group is unusable then.
+        The data is on a GPU for NCCL, in main memory for Gloo. A GroupError says that a rank has ended, or did not come
+        in time; the group is unusable then.
         """
         if self._nccl is not None:
             stream = torch.cuda.current_stream(data.device)
@@ -290,8 +278,7 @@ class Group:
     def wait(self, done: Callable[[], bool]) -> None:
         """Wait until `done()` (a stream's or an event's query) reports that what NCCL was given has finished.
 
-        Raises:
-            GroupError: it did not finish in time, or a rank failed.
+        Raise a GroupError if it does not finish in time, or a rank fails.
         """
         if self._nccl is not None:
             self._nccl.wait(done)

@@ -27,7 +27,6 @@ class RoutedShape(msgspec.Struct, frozen=True):
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an expert's id."""
         return 1 if self.experts <= 256 else 2
 
     @property
@@ -37,16 +36,11 @@ class RoutedShape(msgspec.Struct, frozen=True):
 
 
 def pack(shape: RoutedShape, rows: bytes) -> bytes:
-    """Return header and rows."""
     return _HEADER.pack(shape.layers, shape.top_k, shape.experts) + rows
 
 
 def unpack(data: bytes) -> tuple[RoutedShape, bytes]:
-    """Return the shape and the rows.
-
-    Raises:
-        ValueError: the bytes have no header, or no whole rows.
-    """
+    """Return the shape and the rows. Raise a ValueError if the bytes have no header, or no whole rows."""
     if len(data) < _HEADER.size:
         raise ValueError(f"{len(data)} bytes without a header")
     shape, rows = RoutedShape(*_HEADER.unpack_from(data)), data[_HEADER.size :]
@@ -58,10 +52,8 @@ def unpack(data: bytes) -> tuple[RoutedShape, bytes]:
 def joined(turns: Sequence[bytes | None]) -> bytes | None:
     """Return the rows of a conversation from those of its turns, each of which begins with all turns before it.
 
-    A token keeps the experts that it had when it was first computed: the next token was sampled with them.
-
-    Returns:
-        None if a turn has no rows, or not those of the same model.
+    A token keeps the experts that it had when it was first computed: the next token was sampled with them. None: a turn
+    has no rows, or not those of the same model.
     """
     shape, rows = None, b""
     for turn in turns:

@@ -49,14 +49,9 @@ class Channel(Protocol):
 def open_end(
     spec: Spec, headers: Sequence[bytes], layouts: Sequence[Layout], device: torch.device, rank: int
 ) -> Channel:
-    """Open this worker's end of a channel.
+    """Open this worker's end of a channel; `device` is where the buffers are.
 
-    Args:
-        device: where the buffers are.
-        rank: this worker's rank.
-
-    Raises:
-        RuntimeError, ValueError: the trainer can't be reached in this way.
+    Raise a RuntimeError or ValueError if the trainer can't be reached in this way.
     """
     match spec:
         case CudaIpcSpec():
@@ -70,11 +65,7 @@ def open_end(
 
 
 class AdapterChannel:
-    """An open channel of adapters.
-
-    Raises:
-        RuntimeError, ValueError: as `open_end`.
-    """
+    """An open channel of adapters; opening it raises as `open_end`."""
 
     staging_bytes = 0
 
@@ -90,8 +81,7 @@ class AdapterChannel:
     def receive(self) -> PackedAdapter:
         """Return the adapter that the trainer sends now, or has packed last. It packs the next one after our answer.
 
-        Raises:
-            GroupError: it did not arrive in time; the channel is unusable then.
+        A GroupError says that it did not arrive in time; the channel is unusable then.
         """
         return PackedAdapter(self._layout, self._end.fill(0, 0, self._buffer_E), lasting=True)
 
@@ -114,15 +104,7 @@ def gpu_uuid(index: int) -> str:
 
 
 class Mapped:
-    """Copies buckets from mapped memory.
-
-    Args:
-        storages: the mapped memory.
-        tensors: where each tensor of the buckets is.
-
-    Raises:
-        ValueError: a tensor of a bucket is missing or has another shape.
-    """
+    """Copies buckets from mapped memory. A ValueError says that a tensor of them is missing or has another shape."""
 
     def __init__(
         self, storages: Sequence[torch.UntypedStorage], tensors: Mapping[str, MappedTensor], layouts: Sequence[Layout]
@@ -153,10 +135,8 @@ class Mapped:
 class CudaIpc(Mapped):
     """Holds the mapping of the trainer's GPU memory, and copies from GPU memory to GPU memory.
 
-    CUDA must be initialised in this process before a handle is opened. The worker's own tensors ensure that.
-
-    Raises:
-        ValueError: this process does not see the trainer's GPU; or see `Mapped`.
+    CUDA must be initialised in this process before a handle is opened. The worker's own tensors ensure that. A
+    ValueError says that this process does not see the trainer's GPU; or see `Mapped`.
     """
 
     def __init__(self, spec: CudaIpcSpec, layouts: Sequence[Layout], device: torch.device) -> None:
@@ -191,11 +171,7 @@ class CudaIpc(Mapped):
 class MainMemory(Mapped):
     """Holds the mapping of the trainer's main memory. For a GPU it is page-locked.
 
-    Attributes:
-        is_locked: whether it is page-locked.
-
-    Raises:
-        ValueError: this process does not see the memory; or see `Mapped`.
+    A ValueError says that this process does not see the memory; or see `Mapped`.
     """
 
     def __init__(self, spec: MainMemorySpec, layouts: Sequence[Layout], device: torch.device) -> None:
@@ -226,8 +202,7 @@ def _mapped(spec: MainMemorySpec) -> NDArray[np.uint8]:
 class Group:
     """One rank of the group: 1 + the worker's rank, since the trainer is rank 0.
 
-    Raises:
-        GroupError, RuntimeError: the group could not be formed in time.
+    A GroupError or RuntimeError says that the group could not be formed in time.
     """
 
     def __init__(self, spec: GroupSpec, device: torch.device, rank: int) -> None:
@@ -236,8 +211,7 @@ class Group:
     def fill(self, version: int, number: int, buffer_E: Tensor | None) -> Tensor:
         """Receive a bucket into a buffer. By NCCL it is on a GPU; by Gloo it is on any device. Buckets come in order.
 
-        Raises:
-            GroupError: it did not arrive in time; the group is unusable then.
+        A GroupError says that it did not arrive in time; the group is unusable then.
         """
         assert buffer_E is not None, "a group has no memory"
         if self._ranks.backend == "nccl":
@@ -262,9 +236,8 @@ class Group:
 class Folder:
     """Reads the buckets of a version from its subfolder of `FolderSpec.folder`.
 
-    Args:
-        headers: the agreed header of each bucket. Another one in a file means that the file is another trainer's, or of
-            another version: a network disk may show a file's old content.
+    Another header than the agreed one means that a file is another trainer's, or of another version: a network disk may
+    show a file's old content.
     """
 
     def __init__(self, spec: FolderSpec, headers: Sequence[bytes], device: torch.device) -> None:
@@ -275,9 +248,7 @@ class Folder:
     def fill(self, version: int, number: int, buffer_E: Tensor | None) -> Tensor:
         """Read a bucket into a buffer; some threads copy parts to a GPU while others read.
 
-        Raises:
-            ValueError: the file is not what was agreed, or ends early.
-            OSError: it can't be read.
+        Raise a ValueError if the file is not what was agreed, or ends early, and an OSError if it can't be read.
         """
         assert buffer_E is not None, "a folder has no memory"
         path = self._folder / str(version) / f"{number}.safetensors"
@@ -316,30 +287,22 @@ class AdapterFiles:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: tuple[bytes, str] | None = None
-        self._layout: Layout | None = None
-        self._host_E = torch.empty(0)
-        self._device_E = self._host_E
+        self._layout: Layout
+        self._host_E = self._device_E = torch.empty(0)
 
     def read(self, path: Path, settings: str) -> PackedAdapter:
-        """Return the file's adapter, which is valid until the next read.
-
-        Raises:
-            ValueError: the file is damaged; the message says how.
-        """
+        """Return the file's adapter, which is valid until the next read. Raise a ValueError if the file is damaged."""
         with path.open("rb") as stream:
-            layout = self._layout_of(read_header(stream), settings)
+            header = read_header(stream)
+            if self._known != (header, settings):
+                layout = layout_of(header, settings)
+                on_gpu = self._device.type == "cuda"
+                self._host_E = torch.empty(layout.numel, dtype=layout.dtype, pin_memory=on_gpu)
+                self._device_E = torch.empty_like(self._host_E, device=self._device) if on_gpu else self._host_E
+                self._layout, self._known = layout, (header, settings)
             target = self._host_E.view(torch.uint8).numpy().data
             if (got := stream.readinto(target)) != len(target):
                 raise ValueError(f"a file that ends early ({got} of {len(target)} bytes)")
         if self._device_E is not self._host_E:
             self._device_E.copy_(self._host_E, non_blocking=True)
-        return PackedAdapter(layout, self._device_E, lasting=True)
-
-    def _layout_of(self, header: bytes, settings: str) -> Layout:
-        if self._layout is None or self._known != (header, settings):
-            layout = layout_of(header, settings)
-            on_gpu = self._device.type == "cuda"
-            self._host_E = torch.empty(layout.numel, dtype=layout.dtype, pin_memory=on_gpu)
-            self._device_E: Tensor = torch.empty_like(self._host_E, device=self._device) if on_gpu else self._host_E
-            self._layout, self._known = layout, (header, settings)
-        return self._layout
+        return PackedAdapter(self._layout, self._device_E, lasting=True)

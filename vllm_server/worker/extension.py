@@ -19,13 +19,13 @@ import msgspec
 import torch
 
 from vllm_server.forking import GUARDED_VARIABLE
-from vllm_server.protocol.bridge_config import Handle
+from vllm_server.protocol.bridge_config import Exported, Handle
 from vllm_server.protocol.channels import ChannelRequest
 from vllm_server.protocol.group import GroupError
 from vllm_server.worker import routed_experts
 from vllm_server.worker.channels import AdapterChannel, AdapterFiles, gpu_uuid, settings_of
 from vllm_server.worker.packed import NotFiniteError
-from vllm_server.worker.shared_weights import Exported, checksum, dtype_name, plain_parameters, share
+from vllm_server.worker.shared_weights import checksum, dtype_name, plain_parameters, share
 from vllm_server.worker.slots import AdapterSlots
 from vllm_server.worker.weights import WeightChannel
 
@@ -104,10 +104,7 @@ class PolicyWorker:
         return channel
 
     def grpo_install_adapter(self, adapter_id: int, config: str, *, file: str, channel: str) -> dict[str, Any]:
-        """Write the adapter of a safetensors file or a channel into a slot.
-
-        Return `Installed` as a dict, with the seconds that this took.
-        """
+        """Write the adapter of a safetensors file or a channel into a slot; return `Installed` and seconds."""
         started = time.perf_counter()
         slots, files = self._grpo_adapters()
         settings = msgspec.json.decode(config)
@@ -182,5 +179,5 @@ class SharingWorker(PolicyWorker):
 
     @_refusing
     def grpo_weights_apply(self, name: str, version: int) -> dict[str, Any]:
-        """Write a version into the parameters; return `Written` as a dict."""
-        return asdict(self._grpo_channel(name, WeightChannel).apply(version))
+        """Write a version into the parameters; return `WeightsDone` as a dict."""
+        return msgspec.to_builtins(self._grpo_channel(name, WeightChannel).apply(version))

@@ -35,34 +35,24 @@ NO_ADAPTER = -1
 class Groups:
     """A batch's tokens by slot, in the form that the kernels use; arrays of int32."""
 
-    slots_M: np.ndarray
-    """Slot of each token; -1 for no adapter."""
-    order_M: np.ndarray
-    """Tokens sorted by slot; the sort is stable."""
-    active: np.ndarray
-    """Slots that occur, ascending; includes -1."""
-    counts: np.ndarray
-    """Number of tokens of each active slot."""
+    slots_M: np.ndarray  # of each token; -1 for no adapter
+    order_M: np.ndarray  # tokens sorted by slot; the sort is stable
+    active: np.ndarray  # slots that occur, ascending; includes -1
+    counts: np.ndarray  # tokens of each active slot
 
     @property
     def starts(self) -> np.ndarray:
-        """Return where each slot's tokens begin in `order_M`, and as the last entry where they end."""
+        """Where each slot's tokens begin in `order_M`, and as the last entry where they end."""
         return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
 
     @property
     def none(self) -> bool:
-        """Return whether no token has an adapter."""
+        """Whether no token has an adapter."""
         return bool((self.slots_M == NO_ADAPTER).all())
 
 
 def slots_of(adapters: Sequence[int], slot_adapters: Sequence[int | None]) -> np.ndarray:
-    """Return the slot of each token's adapter. Adapter 0 means none and gives -1.
-
-    `slot_adapters` has the adapter of each slot.
-
-    Raises:
-        KeyError: an adapter is in no slot.
-    """
+    """Return the slot of each token's adapter. Adapter 0 means none and gives -1; one without a slot is a KeyError."""
     found = {adapter: slot for slot, adapter in enumerate(slot_adapters) if adapter is not None}
     adapters_M = np.asarray(adapters, dtype=np.int64)
     known, places = np.unique(adapters_M, return_inverse=True)
@@ -83,7 +73,10 @@ def write(meta: Any, groups: Groups) -> None:
     they run.
     """
     meta.no_lora_flag_cpu.fill_(groups.none)
-    meta.num_active_loras_cpu.fill_(0 if groups.none else _captured(len(groups.active), meta.captured_lora_counts))
+    captured, count = meta.captured_lora_counts, len(groups.active)
+    place = bisect.bisect_left(captured, count)
+    padded = captured[place] if place < len(captured) else count  # as many as the next graph was captured for
+    meta.num_active_loras_cpu.fill_(0 if groups.none else padded)
     nothing = np.empty(0, dtype=np.int32)
     room = len(meta.active_lora_ids)
     active, counts, starts = (nothing,) * 3 if groups.none else (groups.active, groups.counts, groups.starts)
@@ -94,27 +87,18 @@ def write(meta: Any, groups: Groups) -> None:
     ]
     if not groups.none:
         pairs += [(meta.token_lora_mapping, groups.slots_M), (meta.token_indices_sorted_by_lora_ids, groups.order_M)]
-    _copy(pairs, pinned=meta.token_lora_mapping.is_cuda)
-
-
-def _captured(active: int, counts: list[int]) -> int:
-    """Return the next number of slots for which a graph was captured, or `active` itself if there is none."""
-    place = bisect.bisect_left(counts, active)
-    return counts[place] if place < len(counts) else active
+    pinned = meta.token_lora_mapping.is_cuda
+    ends = np.cumsum([len(values) for _, values in pairs]).tolist()
+    staged = torch.empty(ends[-1], dtype=torch.int32, pin_memory=pinned)
+    staged.numpy()[:] = np.concatenate([values for _, values in pairs])
+    for (target, values), end in zip(pairs, ends, strict=True):
+        target[: len(values)].copy_(staged[end - len(values) : end], non_blocking=pinned)
 
 
 def _filled(values: np.ndarray, length: int, with_: int) -> np.ndarray:
     filled = np.full(length, with_, dtype=np.int32)
     filled[: len(values)] = values
     return filled
-
-
-def _copy(pairs: list[tuple[torch.Tensor, np.ndarray]], *, pinned: bool) -> None:
-    ends = np.cumsum([len(values) for _, values in pairs]).tolist()
-    staged = torch.empty(ends[-1], dtype=torch.int32, pin_memory=pinned)
-    staged.numpy()[:] = np.concatenate([values for _, values in pairs])
-    for (target, values), end in zip(pairs, ends, strict=True):
-        target[: len(values)].copy_(staged[end - len(values) : end], non_blocking=pinned)
 
 
 logger = logging.getLogger("vllm.grpo.lora_kernels")

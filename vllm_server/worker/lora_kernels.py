@@ -153,8 +153,7 @@ class Blocks:
     """Block sizes of one program, and its number of warps (32 threads each)."""
 
     tokens: int
-    outer: int
-    """Inputs of `shrink`, outputs of `expand`."""
+    outer: int  # inputs of `shrink`, outputs of `expand`
     warps: int
     steps: int = 1
 
@@ -181,8 +180,7 @@ def shrink_blocks(tokens: int, inputs: int) -> Blocks:
 def expand_blocks(tokens: int, outputs: int) -> Blocks:
     """Return the fastest of 22 block sizes, measured as for `shrink`: small blocks, so that many loads overlap.
 
-    Args:
-        outputs: of the widest slice.
+    `outputs` are those of the widest slice.
     """
     if tokens <= DECODING:
         return Blocks(32, 128 if outputs > NARROW and tokens > 64 else 64, warps=4)
@@ -286,11 +284,7 @@ def _three(values: Sequence[Any]) -> list[Any]:
 
 
 def install() -> None:
-    """Replace vLLM's operators in the worker's process, before its model is loaded.
-
-    Raises:
-        FatalError: this vLLM has its LoRA operators elsewhere.
-    """
+    """Replace vLLM's operators in the worker's process, before its model is loaded."""
     global _library
     module = "vllm.lora.ops.triton_ops"
     shrink = seams.require(f"{module}.lora_shrink_op", "_lora_shrink")

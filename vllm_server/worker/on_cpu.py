@@ -68,11 +68,7 @@ class Rewindable:
 
 
 def keep_weights_plain() -> None:
-    """Turn off vLLM's packing. Call before the model is loaded.
-
-    Raises:
-        IncompatibleError: vLLM has moved one of the switches.
-    """
+    """Turn off vLLM's packing. Call before the model is loaded."""
     experts = "vllm.model_executor.layers.fused_moe.experts.cpu_moe"
     kernel = seams.require(experts, "CPUUnquantizedExperts", "process_weights_after_loading", "apply")
     vars(seams.require("vllm._custom_ops", "", "_supports_onednn"))["_supports_onednn"] = False

@@ -45,16 +45,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """A layout and the buffer that has its elements.
-
-    Attributes:
-        buffer_E: all elements, in the layout's dtype, on the receiving device.
-        lasting: the next adapter of this layout arrives in the same buffer, so views of it can be reused.
-    """
+    """A layout and the buffer that has its elements, in the layout's dtype, on the receiving device."""
 
     layout: Layout
     buffer_E: Tensor
-    lasting: bool = False
+    lasting: bool = False  # the next adapter of this layout arrives in the same buffer: views of it can be reused
 
     def tensors(self, buffer_E: Tensor | None = None) -> dict[str, Tensor]:
         """Return views by name, of this buffer or of another one with the same layout."""
@@ -63,14 +58,10 @@ class PackedAdapter:
 
 
 def layout_of(header: bytes, settings: str) -> Layout:
-    """Return the layout that a header describes.
+    """Return the layout that the header of a safetensors file describes.
 
-    Args:
-        header: length and header of a safetensors file.
-        settings: further settings that the engine's use of the tensors depends on (rank, alpha, …), as text.
-
-    Raises:
-        ValueError: a tensor's dtype is not a float, or the dtypes differ.
+    `settings` is text: what else the engine's use of the tensors depends on (rank, alpha, …). Raise a ValueError if a
+    dtype is not a float, or the dtypes differ.
     """
     parsed = decode_header(header)
     dtypes = {span.dtype for span in parsed.spans}
@@ -98,12 +89,7 @@ def cast(adapter: PackedAdapter, dtype: torch.dtype) -> PackedAdapter:
 
 
 class NotFiniteError(ValueError):
-    """An adapter is not finite in the dtype in which it is served.
-
-    Attributes:
-        field: the tensor's name, or `lora_alpha`.
-        got: what was found.
-    """
+    """An adapter is not finite in the dtype in which it is served. `field` is the tensor's name, or `lora_alpha`."""
 
     def __init__(self, field: str, got: str) -> None:
         super().__init__(f"{field}: {got}")
@@ -118,12 +104,9 @@ def scaling_of(config: Mapping[str, Any]) -> float:
 
 
 def check_finite(adapter: PackedAdapter, scaling: float) -> None:
-    """Raise if a value is not finite in the buffer's dtype, before or after multiplication by `scaling`.
+    """Raise a NotFiniteError if a value is not finite in the buffer's dtype, before or after it is scaled.
 
     The check is one reduction over the whole buffer. The host waits for its result, so nothing is written before.
-
-    Raises:
-        NotFiniteError: names the first tensor.
     """
     limit = torch.finfo(adapter.buffer_E.dtype).max
     largest = float(torch.linalg.vector_norm(adapter.buffer_E, math.inf))  # NaN if one entry is
@@ -181,11 +164,7 @@ class CopyPlan:
 
 
 class CopyRecorder(TorchDispatchMode):
-    """Records every copy out of a buffer while it is active.
-
-    Attributes:
-        edited: something else was computed in the place of a copy afterwards, so the copies alone do not repeat it.
-    """
+    """Records every copy out of a buffer while it is active."""
 
     def __init__(self, buffer_E: Tensor) -> None:
         super().__init__()
@@ -193,6 +172,7 @@ class CopyRecorder(TorchDispatchMode):
         self._start = buffer_E.storage_offset()
         self.copies: list[tuple[Tensor, Piece]] = []
         self.edited = False
+        """Something else was computed in the place of a copy afterwards, so the copies alone do not repeat it."""
         self._written: set[int] = set()
 
     def __torch_dispatch__(

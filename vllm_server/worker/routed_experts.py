@@ -38,19 +38,12 @@ _RECORD = "grpo_routed"
 
 @dataclass
 class Record:
-    """The choices of a worker's routers.
-
-    Attributes:
-        shape: of the model.
-        step_TLK: choices for the tokens of the present step, in their order in the batch.
-        slots_SLK: choices for the tokens of the KV cache, by slot.
-        sent: request id -> number of its first tokens whose rows were sent.
-    """
+    """The choices of a worker's routers."""
 
     shape: RoutedShape
-    step_TLK: Tensor
-    slots_SLK: Tensor
-    sent: dict[str, int] = field(default_factory=dict)
+    step_TLK: Tensor  # for the tokens of the present step, in their order in the batch
+    slots_SLK: Tensor  # for the tokens of the KV cache, by slot
+    sent: dict[str, int] = field(default_factory=dict)  # request id -> number of its first tokens whose rows were sent
 
     def note(self, layer: int, ids_tK: Tensor) -> None:
         """Note the experts that a layer chose for the tokens of the step."""
@@ -58,15 +51,10 @@ class Record:
 
 
 class RoutedTensors(LogprobsTensors):
-    """A batch's logprobs, with experts.
+    """A batch's logprobs, with experts."""
 
-    Attributes:
-        rows_M: bytes of all rows.
-        ends: for each n from 0 to N how many bytes belong to the first n requests.
-    """
-
-    rows_M: Tensor
-    ends: Sequence[int]
+    rows_M: Tensor  # bytes of all rows
+    ends: Sequence[int]  # for each n from 0 to N how many bytes belong to the first n requests
 
     @classmethod
     def of(cls, logprobs: LogprobsTensors, rows_M: Tensor, ends: Sequence[int]) -> RoutedTensors:
@@ -103,11 +91,7 @@ class RoutedLists(LogprobsLists):
 
 
 def prepare_worker() -> None:
-    """Have vLLM's model runner record experts, if the server was started so. Call before a model is loaded.
-
-    Raises:
-        FatalError: this vLLM computes steps elsewhere.
-    """
+    """Have vLLM's model runner record experts, if the server was started so. Call before a model is loaded."""
     if not os.environ.get(EXPERTS_VARIABLE):
         return
     names = ("initialize_kv_cache", "execute_model", "_sample")
@@ -148,9 +132,7 @@ def _attends_to_all(spec: Any) -> bool:
 def bind(model: nn.Module, tokens: int, slots: int, device: torch.device) -> Record | None:
     """Have a model's routers write their choices into a record; None: it has no router that says what it chose.
 
-    Args:
-        tokens: most tokens of a step.
-        slots: tokens of the KV cache.
+    `tokens` is the most of a step, `slots` the number of tokens of the KV cache.
     """
     found = seams.require("vllm.model_executor.layers.fused_moe.router.base_router", "BaseRouter")
     layers = [module for module in model.modules() if isinstance(getattr(module, "router", None), found)]

@@ -12,7 +12,6 @@ from base64 import b64encode
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -23,20 +22,10 @@ _ALIGNMENT = 4096  # bytes: a page, more than any kernel requires
 _LORA_WRAPPER = ".base_layer."  # vLLM's LoRA layers wrap the original layer under this name
 
 
-class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of worker `rank` to the server's process: handles by vLLM's names, `device` as torch writes it."""
-
-    rank: int
-    handles: dict[str, Handle]
-    device: str
-    torch_version: str
-
-
 def plain_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the model's parameters by their names without LoRA wrappers; a tied one is under each of its names.
 
-    Raises:
-        ValueError: two parameters have one name.
+    Raise a ValueError if two parameters have one name.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -47,11 +36,7 @@ def plain_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def check_shareable(parameters: dict[str, Tensor], device: torch.device) -> None:
-    """Refuse parameters that a trainer cannot write in place.
-
-    Raises:
-        ValueError: names the first parameter that is packed, quantised or on another device.
-    """
+    """Raise a ValueError for the first parameter that no trainer can write: packed, quantised or elsewhere."""
     for name, parameter in parameters.items():
         if parameter.numel() == 0:
             raise ValueError(f"{name}: got shape {[*parameter.shape]}, wanted the weight (vLLM packed it elsewhere)")
@@ -67,13 +52,9 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def share(parameters: dict[str, Tensor], device: torch.device) -> dict[str, Handle]:
-    """Return handles of all parameters by vLLM's names.
+    """Return handles of all parameters by vLLM's names; raise as `check_shareable`, or what CUDA raises.
 
     On a CPU this moves their `data`, so old references to it become invalid.
-
-    Raises:
-        ValueError: see `check_shareable`.
-        RuntimeError: CUDA cannot share this memory.
     """
     check_shareable(parameters, device)
     return _share_cuda(parameters) if device.type == "cuda" else _share_file(parameters)
@@ -155,11 +136,7 @@ _PIECE = 16 << 20
 def checksum(tensor: Tensor, first: int = 0) -> int:
     """Return the sum of the elements' bits, each multiplied by a number that its place determines, modulo 2^64.
 
-    Sums of parts add up to the sum of the whole, if `first` says where a part begins. Zeros add nothing.
-
-    Args:
-        tensor: floats of any shape, on any device.
-        first: flat place of its first element.
+    Sums of parts add up to the sum of the whole, if `first` says at which flat place a part begins. Zeros add nothing.
     """
     bits_E = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     sums = []

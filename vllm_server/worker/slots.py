@@ -14,16 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from vllm_server.worker.packed import (
     CopyPlan,
     CopyRecorder,
-    Layout,
     PackedAdapter,
-    Piece,
     cast,
     check_finite,
     owners,
@@ -65,11 +62,7 @@ class SlotResident(LoRAModel):
 
 
 class AdapterSlots:
-    """One worker's slots.
-
-    Args:
-        manager: vLLM's LoRAModelManager.
-    """
+    """One worker's slots; `manager` is vLLM's LoRAModelManager."""
 
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._manager = manager
@@ -82,7 +75,6 @@ class AdapterSlots:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the slots' dtype."""
         return self._manager.lora_config.lora_dtype
 
     def writing(self) -> AbstractContextManager[None]:
@@ -145,8 +137,13 @@ class AdapterSlots:
             manager.activate_adapter(adapter_id)
         lora.seal()
         slot = manager.lora_index_to_id.index(adapter_id)
-        plan = _plan(recorder.copies, adapter.layout, helper.vllm_lora_scaling_factor)
-        if plan is not None:
+        targets, sources = [target for target, _ in recorder.copies], [source for _, source in recorder.copies]
+        if (names := owners(recorder.copies, adapter.layout)) is None:
+            logger.info("vLLM's own code loads each adapter of this model: not all of its copies can be repeated")
+        else:
+            pairs = zip(targets, names, strict=True)
+            scaled = [target for target, name in pairs if ".lora_B" in name or "lora_embedding_B" in name]
+            plan = CopyPlan(targets, sources, scaled, helper.vllm_lora_scaling_factor)
             self._plans[slot, adapter.layout.key] = plan
         return slot, unserved
 
@@ -177,13 +174,9 @@ class AdapterSlots:
 
 
 def _check_sizes(manager: Any, lora: LoRAModel) -> None:
-    """Refuse an adapter of another model: vLLM would copy a tensor that is too small into a part of its place.
+    """Raise a ValueError for an adapter of another model, before its modules are merged.
 
-    Args:
-        lora: the adapter before its modules are merged.
-
-    Raises:
-        ValueError: a module has another size than the model's.
+    vLLM would copy a tensor that is too small into a part of its place.
     """
     for name, weights in lora.loras.items():
         parent, _, part = name.rpartition(".")
@@ -206,14 +199,3 @@ def _outputs(base: Any, parts: int) -> list[Any] | None:
         return [count * base.head_size for count in heads] if parts == 3 else None
     sizes = list(getattr(base, "output_sizes", None) or [getattr(base, "output_size", None)])
     return sizes if len(sizes) == parts else None
-
-
-def _plan(copies: list[tuple[Tensor, Piece]], layout: Layout, scaling: float) -> CopyPlan | None:
-    """Return the recorded copies as a plan, or None if they do not cover the adapter."""
-    names = owners(copies, layout)
-    if names is None:
-        logger.info("vLLM's own code loads each adapter of this model: not all of its copies can be repeated")
-        return None
-    pairs = list(zip(copies, names, strict=True))
-    scaled = [target for (target, _), name in pairs if ".lora_B" in name or "lora_embedding_B" in name]
-    return CopyPlan([target for target, _ in copies], [source for _, source in copies], scaled, scaling)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,19 +9,13 @@ from torch import Tensor
 
 from vllm_server import seams
 
-logger = logging.getLogger("vllm.grpo.speed")
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Skip vLLM's bookkeeping of KV blocks for a running request whose next token neither begins nor completes a block.
 # With blocks of 16 tokens these are 14 of 16 tokens. vLLM allocates, and looks for complete blocks, for each of them.
 
 
 def skip_needless_bookkeeping() -> None:
-    """Call this in the engine's process, before it takes requests.
-
-    Raises:
-        FatalError: this vLLM keeps its blocks elsewhere.
-    """
+    """Call this in the engine's process, before it takes requests."""
     manager = seams.require("vllm.v1.core.kv_cache_manager", "KVCacheManager", "allocate_slots", "cache_blocks")
     plain = seams.require("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager")
     allocate: Callable[..., Any] = manager.allocate_slots
@@ -73,11 +65,7 @@ _COPIED = "_grpo_copied"
 
 
 def copy_when_changed() -> None:
-    """Call this in each worker, before a model is loaded.
-
-    Raises:
-        FatalError: this vLLM keeps sampling parameters elsewhere.
-    """
+    """Call this in each worker, before a model is loaded."""
     states = seams.require("vllm.v1.worker.gpu.sample.states", "SamplingStates", "add_request", "apply_staged_writes")
     add, copy = states.add_request, states.apply_staged_writes
 
@@ -98,32 +86,20 @@ def copy_when_changed() -> None:
 # another on each part of the GPU: 0.3 of the 4.9 ms that an H100 computes for a step of 250 sequences (1.5B).
 
 
-SAMPLER = "vllm.v1.worker.gpu.sample.sampler"
 NAME = "compute_topk_scores"
 """vLLM's function."""
-KNOWN = frozenset(
-    {
-        *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state"),
-        *("expanded_idx_mapping", "max_per_req_token_ids", "logits_mode"),
-    }
-)
-"""Its parameters that this module knows."""
 
 
 def compute_logprobs_once() -> None:
-    """Replace vLLM's function if its parameters are known. Call this in each worker on an NVIDIA GPU."""
-    module = seams.require(SAMPLER, "", NAME)
-    if not KNOWN.issuperset(inspect.signature(vars(module)[NAME]).parameters):
-        logger.warning("vLLM computes the logprobs of sampled tokens itself: %s.%s is not as before", SAMPLER, NAME)
-        return
+    """Replace vLLM's function. Call this in each worker on an NVIDIA GPU."""
+    module = seams.require("vllm.v1.worker.gpu.sample.sampler", "", NAME)
     vars(module)[NAME] = in_place_of(vars(module)[NAME], seams.require("vllm.v1.outputs", "LogprobsTensors"))
 
 
 def in_place_of(vllms: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement for vLLM's function. It leaves requests for other tokens' logprobs to vLLM.
+    """Return a replacement for vLLM's function, whose result is `tensors`.
 
-    Args:
-        tensors: vLLM's class of the result.
+    It leaves requests for other tokens' logprobs to vLLM.
     """
     from vllm_server.worker.logprob_kernels import logprobs_and_ranks  # needs Triton
 

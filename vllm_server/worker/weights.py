@@ -11,7 +11,6 @@ import time
 from base64 import b64decode
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_common.sharing import VOCABULARY_PADDING
+from vllm_server.protocol import WeightsDone
 from vllm_server.protocol.channels import ChannelRequest
 from vllm_server.worker.channels import open_end
 from vllm_server.worker.packed import (
@@ -41,23 +41,10 @@ COPIES = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 """Parameters that latent attention computes from kv_b_proj: no checkpoint has them."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """The result of a write. `replayed`: copies of an earlier version were repeated."""
-
-    seconds: float
-    replayed: bool
-
-
 class WeightChannel:
     """One worker's open channel of all weights.
 
-    Args:
-        model: vLLM's model; its parameters are plain (`shared_weights.keep_weights_plain`) and have no LoRA wrappers.
-        shards: number of workers over which matrices are cut.
-
-    Attributes:
-        staging_bytes: memory set aside for staging; 0: versions are not staged.
+    The parameters of vLLM's model are plain (`on_cpu.keep_weights_plain`) and have no LoRA wrappers.
 
     Raises:
         RuntimeError: the trainer can't be reached, or there is too little memory for staging that was asked for.
@@ -80,14 +67,14 @@ class WeightChannel:
         # Without staging one buffer has all buckets, one after the other.
         kept = self._layouts if staged else [max(self._layouts, key=lambda layout: layout.numel)]
         self._buffers = [torch.empty(layout.numel, dtype=layout.dtype, device=device) for layout in kept]
-        self.staging_bytes = sum(sizes) if staged else 0
+        self.staging_bytes = sum(sizes) if staged else 0  # memory set aside; 0: versions are not staged
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # kernels that are queued may still use what the buffers' memory was
         try:
             self._end = open_end(request.spec, headers, self._layouts, device, worker_rank)
         except BaseException:  # another channel may be tried, which counts the driver's free memory
             self._buffers.clear()
-            _give_memory_back(device)
+            torch.cuda.empty_cache()
             raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive weights")
         self._receiving: Future[None] | None = None
@@ -119,11 +106,7 @@ class WeightChannel:
         return bucket
 
     def has_staged(self) -> bool:
-        """Return whether the version has arrived.
-
-        Raises:
-            RuntimeError, ValueError, OSError: it has not and will not.
-        """
+        """Return whether the version has arrived; raise a RuntimeError, ValueError or OSError if it never will."""
         assert self._receiving is not None, "begin_staging comes first"
         if not self._receiving.done():
             return False
@@ -131,11 +114,10 @@ class WeightChannel:
         return True
 
     @torch.no_grad()
-    def apply(self, version: int) -> Written:
+    def apply(self, version: int) -> WeightsDone:
         """Write the staged version, or receive one and write it. No forward pass may run.
 
-        Raises:
-            RuntimeError, ValueError, OSError: the parameters may be torn: some new, some old.
+        After a RuntimeError, ValueError or OSError the parameters may be torn: some new, some old.
         """
         started = time.perf_counter()
         if self.staged and not (self._receiving and self.has_staged()):
@@ -155,7 +137,7 @@ class WeightChannel:
             self._writer.check_complete()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return Written(time.perf_counter() - started, replayed)
+        return WeightsDone(seconds=time.perf_counter() - started, replayed=replayed)
 
     def close(self) -> None:
         """Free the memory. A version that is being received is given up."""
@@ -164,16 +146,11 @@ class WeightChannel:
         self._end.close()
         self._writer.forget()
         self._buffers.clear()
-        _give_memory_back(self._device)  # the next channel counts the driver's free memory
+        torch.cuda.empty_cache()  # the next channel counts the driver's free memory
 
 
 class ParameterWriter:
-    """Writes buckets into a model's parameters.
-
-    Args:
-        model: has vLLM's `load_weights`.
-        shards: number of workers over which matrices are cut.
-    """
+    """Writes buckets into the parameters of a model, whose matrices are cut over `shards` workers."""
 
     def __init__(self, model: Any, shards: int) -> None:
         self._model = model
@@ -191,11 +168,7 @@ class ParameterWriter:
         self._computed: set[str] = set()
 
     def write(self, number: int, bucket: PackedAdapter) -> bool:
-        """Write a bucket; return whether recorded copies did it.
-
-        Raises:
-            ValueError, KeyError, RuntimeError: vLLM refuses a tensor.
-        """
+        """Write a bucket; return whether recorded copies did it. Raise what vLLM raises if it refuses a tensor."""
         if (plan := self._plans.get(number)) is not None:
             plan.run(bucket.buffer_E, lasting=bucket.lasting)
             return True
@@ -225,11 +198,7 @@ class ParameterWriter:
         return all(read[name] * self._shards >= prod(place.shape) for name, place in layout.places.items())
 
     def check_complete(self) -> None:
-        """Check that all parameters were written; call after the last bucket.
-
-        Raises:
-            ValueError: names parameters that no bucket has.
-        """
+        """Raise a ValueError that names parameters that no bucket has. Call after the last bucket."""
         missing = sorted(
             name for name, size in self._sizes.items() if self._written[name] < size and name not in self._computed
         )
@@ -259,8 +228,3 @@ def _least(name: str, parameter: Tensor) -> int:
     """Return how many elements of a parameter a checkpoint has: all, but for the rows that pad a vocabulary."""
     is_padded = any(part in name for part in ("embed", "lm_head", "wte")) and parameter.ndim == 2
     return parameter.numel() - (VOCABULARY_PADDING * parameter.shape[1] if is_padded else 0)
-
-
-def _give_memory_back(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -71,7 +71,7 @@ PATCHES = {
     "vllm.v1.core.kv_cache_utils": without_lora_in_cache_keys,
     "vllm_server.worker.slots": wrong_slots,
     "vllm_server.policy": wrong_version,
-    "vllm_server.server": wrong_adapter,
+    "vllm_server.publisher": wrong_adapter,
 }
 
 
