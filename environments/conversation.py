@@ -45,13 +45,9 @@ class Conversation:
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin with messages that the policy answers.
+        """Begin with messages that the policy answers; raise PromptRefused if the chat template refuses them.
 
-        Args:
-            variables: further variables of the chat template (`--env.chat_template_kwargs`).
-
-        Raises:
-            PromptRefused: The model has no chat template, or it refuses the messages.
+        `variables` are further ones of the chat template (`--env.chat_template_kwargs`).
         """
         self.messages = list(messages)
         self.truncated = False
@@ -149,14 +145,10 @@ class Conversation:
         return ids[1:] if self._ended and ids[:1] == [last] else ids
 
     def _ids_after(self, marker: str, messages: Sequence[Message], *, answered: bool) -> list[int]:
-        """Return the tokens of what the template writes after a marker.
+        """Return the tokens of what the template writes after a marker. Raise ConfigError if it does not write it.
 
         The turn's end token stands before the text while it is tokenised: some tokenizers put a space before the first
         word of a text.
-
-        Raises:
-            ConfigError: It does not write the marker.
-            PromptRefused: It refuses the messages.
         """
         text = render(self._tokenizer, messages, self._tools, self._variables, answered=answered)
         _, found, after = text.rpartition(marker)

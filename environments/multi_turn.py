@@ -125,11 +125,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
                 talk.cancel()
 
     async def _try(self, item: Item, number: int) -> Trajectory | Exception:
-        """Return a conversation, or its error if it fails twice.
-
-        Raises:
-            ConfigError, PeerError, UnusableRow: What fails is not this conversation alone.
-        """
+        """Return a conversation, or its error if it fails twice; raise an error that is not of this one alone."""
         for is_last in (False, True):
             try:
                 with lane(f"conversation {number}"):

@@ -51,7 +51,6 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
     env_config_cls = SyntheticConfig
 
     async def setup(self) -> None:
-        """Number the items."""
         self.items = Stream(count(1))
 
     def prompt(self, item: int) -> str:

@@ -85,7 +85,6 @@ class AgentEnv(DatasetEnv):
         return True
 
     async def close(self) -> None:
-        """Stop serving the policy."""
         if self._front is not None:
             await self._front.close()
         await super().close()
@@ -103,11 +102,7 @@ class AgentEnv(DatasetEnv):
         return range(len(data.rows))
 
     async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
-        """Return a group of `group_size` episodes of a task. An episode that fails is lost alone.
-
-        Raises:
-            Exception: the last error, if all failed.
-        """
+        """Return a group of episodes of a task. One that fails is lost alone; if all fail, the last error is raised."""
         metrics: list[tuple[str, float]] = []
         try:
             found = await self._episodes(self._source, item, self.config.group_size, metrics)
@@ -176,11 +171,7 @@ class AgentEnv(DatasetEnv):
         return own, result
 
     def _result(self, returned: Any, own: Session) -> float | str:
-        """Return what an agent returned as a reward, or with `--reward` as an answer.
-
-        Raises:
-            ConfigError, EpisodeFailed: it is neither.
-        """
+        """Return the agent's reward, or with `--reward` its answer; else raise ConfigError or EpisodeFailed."""
         if self._rewards:
             if isinstance(returned, str):
                 return returned

@@ -108,11 +108,7 @@ def load_function(name: str, url: str) -> Agent:
 
 
 def load_command(command: str, url: str) -> Agent:
-    """Return the agent of a command. `{task_file}` becomes the path of the task as JSON.
-
-    Raises:
-        ConfigError: it is no command.
-    """
+    """Return the agent of a command, or raise ConfigError. `{task_file}` becomes the path of the task as JSON."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -123,11 +119,7 @@ def load_command(command: str, url: str) -> Agent:
 
 
 async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own: Session) -> str:
-    """Run a command to its end; return its last line.
-
-    Raises:
-        EpisodeFailed: it does not start, or its exit status is not 0.
-    """
+    """Run a command to its end; return its last line. Raise EpisodeFailed if it does not start, or fails."""
     with tempfile.TemporaryDirectory(prefix="grpo-agent-") as folder:
         file = Path(folder) / "task.json"
         file.write_text(json.dumps(dict(task), default=str))

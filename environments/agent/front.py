@@ -197,11 +197,7 @@ class Front(Loopback):
         return StreamingResponse(chunks(answer, usage=usage), media_type="text/event-stream")
 
     def _asked(self, session: Session, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body for the inference server.
-
-        Raises:
-            Refused: an option would change the distribution that the policy is trained on, or is not known.
-        """
+        """Return the body for the server; refuse options that change the trained distribution, or are unknown."""
         if not isinstance(model := body.get("model"), str) or model not in self._names:
             wanted = " or ".join(sorted(self._names))
             raise Refused(404, f"model: got {model!r:.100}, wanted {wanted}", "model_not_found")
@@ -230,12 +226,7 @@ class Front(Loopback):
         return asked | {"return_token_ids": True}
 
     async def _forwarded(self, session: Session, path: str, asked: dict[str, Any]) -> Answer:
-        """Return the server's answer.
-
-        Raises:
-            Refused: it refuses the call, or the episode has ended meanwhile.
-            PeerError: it is away.
-        """
+        """Return the server's answer, or raise Refused: it refuses, or the episode has ended; PeerError: it is away."""
         task = asyncio.create_task(self._ask(path, asked))
         session.under_way.add(task)
         task.add_done_callback(session.under_way.discard)
@@ -250,13 +241,9 @@ class Front(Loopback):
             raise Refused(refusal.status, refusal.got.partition(": ")[2], code) from None
 
     def _recorded(self, session: Session, body: Mapping[str, Any], answer: Answer, *, seen: bool) -> dict[str, Any]:
-        """Record a call; return the answer as the agent gets it.
+        """Record a call; return the answer as the agent gets it, unless it has hung up before it could be `seen`.
 
-        Args:
-            seen: False: the agent has hung up.
-
-        Raises:
-            PeerError: the answer has no token ids and logprobs.
+        Raise a PeerError if the answer has no token ids and logprobs.
         """
         content: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
         choices: list[dict[str, Any]] = content["choices"]
@@ -390,8 +377,7 @@ def episode(
 ) -> Trajectory:
     """Return an episode as one unit: its sequences one after another, with the lengths of each.
 
-    Args:
-        score: of the episode's end; None: no reward applies. Rewards of single calls are added.
+    The rewards of single calls are added to the `score` of its end; None: no reward applies.
     """
     joined, lengths, rewards = Branch(), list[int](), list[TurnReward]()
     for branch in branches(calls):

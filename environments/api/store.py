@@ -143,11 +143,7 @@ class Store:
         self._noted.append((sql, values))
 
     async def commit(self) -> None:
-        """Return when everything noted so far is written.
-
-        Raises:
-            StoreError: it could not be written; a store with a path is not usable any more.
-        """
+        """Return when everything noted so far is written. After a StoreError a store with a path is unusable."""
         if self._noted or self.path is not None:
             await self._call()
 
@@ -348,7 +344,6 @@ class Payloads:
                 self.in_memory -= len(body)
 
     def drop(self, ids: Iterable[int]) -> None:
-        """Forget these groups."""
         for each in list(ids):
             body = self._bodies.pop(each, b"")
             self.in_memory -= len(body or b"")
@@ -356,5 +351,4 @@ class Payloads:
                 self._store.note(_DROP, each)
 
     def clear(self) -> None:
-        """Forget everything."""
         self.drop(self._bodies)

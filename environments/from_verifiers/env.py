@@ -82,7 +82,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             self._serving.result()
 
     async def close(self) -> None:
-        """Stop the environment's servers."""
         if self._serving is not None:
             self._over.set()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -116,7 +115,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             ) from None
 
     def _tasks(self) -> tuple[Iterator[Any], list[Any]]:
-        """Return the training tasks and the evaluation tasks."""
         taskset, count = self.environment.taskset, self.config.eval_tasks
         if not taskset.bounded:
             stream = iter(taskset)
@@ -134,9 +132,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     async def collect_trajectories(self, item: Any) -> wire.ScoredData | None:
         """Return `group_size` rollouts of a task. One that fails, also when it is retried, is lost alone.
 
-        Raises:
-            RolloutFailed: All of them failed. Errors are raised only after all rollouts have ended: the library's may
-                hang when they are cancelled.
+        Errors are raised only after all rollouts have ended: the library's may hang when they are cancelled.
         """
         plays = (self._play(item) for _ in range(self.config.group_size))
         played = await asyncio.gather(*plays, return_exceptions=True)
