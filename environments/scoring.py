@@ -17,7 +17,7 @@ import reprlib
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -193,6 +193,16 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
     finally:
         if task.cancel(why):
             await asyncio.wait({task}, timeout=GRACE_S)
+
+
+async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of coroutines that run at the same time; an error of one cancels the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, reports: bool = False) -> Any:

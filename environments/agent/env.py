@@ -27,6 +27,7 @@ from environments.dataset.data import Data
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.dataset.rewards import Score
 from environments.peers.inference import Completion
+from environments.scoring import gathered
 from environments.trajectory import Trajectory, scored_group, unscored_like
 
 
@@ -121,12 +122,7 @@ class AgentEnv(DatasetEnv):
         self, data: Data, number: int, count: int, metrics: list[tuple[str, float]], **sampling: Any
     ) -> list[Trajectory]:
         """Run episodes of a task; return each, without a score if it failed; add to the metrics."""
-        tasks = [asyncio.create_task(self._episode(data, number, sampling)) for _ in range(count)]
-        try:
-            ended = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # the settings or the server are at fault, and the others may still run
-                task.cancel()
+        ended = await gathered(self._episode(data, number, sampling) for _ in range(count))
         errors = [result for _, result in ended if isinstance(result, Exception)]
         for own, result in ended:
             metrics += [("failed", float(isinstance(result, Exception))), ("calls_not_trained", own.not_trained)]

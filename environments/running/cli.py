@@ -31,7 +31,7 @@ from environments.running.groups import UNSCORED_IN_A_ROW, EnvironmentFailed, Gr
 from environments.running.metrics import open_lines
 from environments.running.runner import Runner, until
 from environments.running.trial import fail_and_exit, report, try_out
-from environments.scoring import ScoreTimeout, watch_loop
+from environments.scoring import ScoreTimeout, gathered, watch_loop
 from environments.tokenizers import load_tokenizer
 from environments.trajectory import trained_tokens
 from grpo_common.formats import FormatError
@@ -221,12 +221,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
             if not items:
                 got, wanted = f"{len(written)} groups", f"{groups} groups"
                 raise EnvironmentFailed("no more items", field=env.name, got=got, wanted=wanted)
-            making = [asyncio.create_task(make(item)) for item in items]
-            try:
-                await asyncio.gather(*making)
-            finally:
-                for task in making:
-                    task.cancel()
+            await gathered(map(make, items))
             unused = unused + len(items) if len(written) == before else 0
             if unused >= UNSCORED_IN_A_ROW:  # a trainer would wait for better ones; here nobody sees it
                 raise EnvironmentFailed(f"nothing came of {unused} groups in a row", field=env.name, got=dict(dropped))
