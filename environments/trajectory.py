@@ -103,6 +103,12 @@ def ids_of(completion: Completion) -> list[int]:
     return completion.token_ids
 
 
+def oldest_version(versions: Sequence[int | None]) -> int | None:
+    """Return the oldest policy version of a trajectory's completions; None if there is none, or if one has none."""
+    known = [version for version in versions if version is not None]
+    return min(known) if known and len(known) == len(versions) else None
+
+
 def unscored_like(good: Trajectory) -> Trajectory:
     """Return what stands for a failed trajectory, so that its group keeps its size: the first token of a sound one."""
     return Trajectory(
