@@ -106,18 +106,6 @@ def token_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
     return output.logits[:, :-1].float().log_softmax(-1)
 
 
-def smoothed_loss(
-    model: Qwen2ForCausalLM, examples: Examples, digits_D: torch.Tensor, smoothing: float
-) -> torch.Tensor:
-    """Return the mean cross-entropy of the answer tokens; a digit's label gives the share `smoothing` to all digits."""
-    targets_BT, answer_BT = examples.tokens_BT[:, 1:], examples.answer_BT[:, 1:]
-    lp_BTV = token_logprobs(model, examples)
-    target_lp_BT = lp_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
-    digits_lp_BT = lp_BTV[..., digits_D].mean(-1)
-    smoothing_BT = torch.where(torch.isin(targets_BT, digits_D), smoothing, 0.0)
-    return -torch.lerp(target_lp_BT, digits_lp_BT, smoothing_BT)[answer_BT].mean()
-
-
 @torch.no_grad()
 def expected_accuracy(model: Qwen2ForCausalLM, examples: Examples) -> float:
     """Return the mean probability of exactly the answer at temperature 1: sampled accuracy without sampling noise."""
@@ -136,7 +124,13 @@ def warm_up(
     accuracy, started = 0.0, time.monotonic()
     for step in range(1, recipe.max_steps + 1):
         rows_B = torch.randint(len(train.tokens_BT), (recipe.batch_size,), generator=generator)
-        loss = smoothed_loss(model, Examples(*(each[rows_B] for each in train)), digits_D, recipe.label_smoothing)
+        batch = Examples(*(each[rows_B] for each in train))
+        targets_BT, lp_BTV = batch.tokens_BT[:, 1:], token_logprobs(model, batch)
+        target_lp_BT = lp_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
+        digits_lp_BT = lp_BTV[..., digits_D].mean(-1)
+        # Mean cross-entropy of the answer tokens. The label of a digit gives the share of smoothing to all digits.
+        smoothing_BT = torch.where(torch.isin(targets_BT, digits_D), recipe.label_smoothing, 0.0)
+        loss = -torch.lerp(target_lp_BT, digits_lp_BT, smoothing_BT)[batch.answer_BT[:, 1:]].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
