@@ -55,11 +55,9 @@ Agent = Callable[[Mapping[str, Any], Session], Awaitable[Any]]
 
 
 async def played(agent: Agent, task: Mapping[str, Any], own: Session, seconds: float) -> Any:
-    """Return what an agent returned. One that ignores its cancellation is left behind.
+    """Return what an agent returned, or raise its error; one that would end the process is wrapped.
 
-    Raises:
-        EpisodeFailed: it took longer than `seconds`, or cancelled itself.
-        Exception: it raised an error; one that would end the process is wrapped.
+    Raise EpisodeFailed if it took longer than `seconds`, or cancelled itself. One that ignores this is left behind.
     """
     field, got, wanted = "--env.episode_timeout", f"{seconds:g} s", "the end of the episode"
     try:
@@ -72,8 +70,7 @@ async def played(agent: Agent, task: Mapping[str, Any], own: Session, seconds: f
 def load_function(name: str, url: str) -> Agent:
     """Return the agent of `FILE.py:FUNCTION` or `MODULE:FUNCTION`.
 
-    Raises:
-        ConfigError: there is no such function, it does not take a task and a client, or `openai` is not installed.
+    Raise a ConfigError if there is none, it does not take a task and a client, or `openai` is not installed.
     """
     field, (where, _, function_name) = f"--agent {name}", name.rpartition(":")
     if not where:

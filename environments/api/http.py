@@ -54,12 +54,9 @@ def endpoint(
 ) -> Callable[[Call], Call]:
     """Make a function of the service a route. Its answer is encoded, unless it is a response.
 
-    Its arguments are the path's parameters; `http`, the request; `body`, the message that is its type; and the query's
-    fields, as they are annotated.
-
-    Args:
-        fields: the type of a body whose fields are arguments; an empty body has none of them.
-        changes: a GET that changes state; HEAD, which shows no answer, is refused.
+    Its arguments are the path's parameters; `http`, the request; `body`, the message that is its type; the fields of a
+    body of type `fields`, which may be empty; and the query's fields, as they are annotated. For a GET that `changes`
+    state, HEAD, which shows no answer, is refused.
     """
 
     def enter(call: Call) -> Call:

@@ -76,9 +76,8 @@ class Store:
     def __init__(self, path: Path | None, fsync: bool = False) -> None:
         """Open or create; `fsync` also survives a power cut, at the price of a disk flush per commit.
 
-        Raises:
-            StoreError: in use by another process, damaged, not ours, or read-only.
-            FormatError: a newer version wrote it. It is as it was.
+        Raise StoreError if it is in use by another process, damaged, not ours, or read-only; and FormatError if a newer
+        version wrote it: it is as it was.
         """
         self.path = path
         self._noted: list[Change] = []
@@ -290,10 +289,7 @@ class Payloads:
 
     The oldest groups are trained first, so it is the newest that are left in the store alone when memory is full.
     In a store without a path, those that wait are all in memory (`--max-queued-mb` limits them), and those that a
-    trainer holds move to its file when memory is full.
-
-    Args:
-        known: ids of groups that are in the store already, from an earlier process.
+    trainer holds move to its file when memory is full. `known` groups are in the store already.
     """
 
     def __init__(self, store: Store, known: Iterable[int] = ()) -> None:

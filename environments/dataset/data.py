@@ -48,19 +48,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one file or table.
+    """The rows of one file or table."""
 
-    Attributes:
-        name: The file's name in its folder; empty: there is only one.
-        unit: What `numbers` count from 0, for messages: `line` or `row`.
-        values: Rows, or lines of JSON.
-        numbers: The places in `values` that have a row: lines that are not blank.
-    """
-
-    name: str
-    unit: str
-    values: Any
-    numbers: Sequence[int]
+    name: str  # the file's name in its folder; empty: there is only one
+    unit: str  # what `numbers` count from 0, for messages: `line` or `row`
+    values: Any  # rows, or lines of JSON
+    numbers: Sequence[int]  # the places in `values` that have a row: lines that are not blank
 
 
 class Rows:
@@ -103,20 +96,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set that was opened.
+    """A data set that was opened."""
 
-    Attributes:
-        name: As messages call it.
-        whole: It is small enough to check every row before the start.
-        fingerprint: Changes if the content does.
-        split: Its split, also if the settings name none; None: it has no splits.
-    """
-
-    name: str
+    name: str  # as messages call it
     rows: Rows
-    whole: bool
-    fingerprint: str
-    split: str | None = None
+    whole: bool  # small enough to check every row before the start
+    fingerprint: str  # changes if the content does
+    split: str | None = None  # also if the settings name none; None: it has no splits
 
     def checked(self) -> range:
         """Return the numbers of the rows to check before the start."""
@@ -424,19 +410,12 @@ Prompt = str | list[Message]
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns are used.
+    """Which columns are used."""
 
-    Attributes:
-        prompt: Column of the prompt; None if there is a template, or if a row is a task without a prompt.
-        template: Text with columns in braces; None if there is a column.
-        answer: Column of the right answer; None: no column is.
-        as_messages: Prompts are messages in the data set.
-    """
-
-    prompt: str | None
-    template: str | None
-    answer: str | None
-    as_messages: bool
+    prompt: str | None  # None if there is a template, or if a row is a task without a prompt
+    template: str | None  # text with columns in braces; None if there is a column
+    answer: str | None  # column of the right answer, if there is one
+    as_messages: bool  # prompts are messages in the data set
 
     @classmethod
     def of(cls, config: DataConfig, data: Data, *, prompts: bool = True) -> Columns:

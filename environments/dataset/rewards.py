@@ -51,19 +51,12 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Asked:
-    """A group's answers, as rewards see them.
+    """A group's answers, as rewards see them."""
 
-    Attributes:
-        keywords: The arguments of functions, by name.
-        texts: The answers as text.
-        finals: The same without thinking.
-        answer: The right answer; None if the row has none.
-    """
-
-    keywords: Mapping[str, Any]
+    keywords: Mapping[str, Any]  # the arguments of functions, by name
     texts: Sequence[str]
-    finals: Sequence[str]
-    answer: str | None
+    finals: Sequence[str]  # the texts without thinking
+    answer: str | None  # the right one; None if the row has none
 
 
 @dataclass(frozen=True)

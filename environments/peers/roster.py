@@ -58,11 +58,9 @@ class ListedServers:
     A request to a server that does not answer, or that leaves the list, is asked again at another one. While the list
     is empty, or no server answers, requests wait.
 
-    Args:
-        config: settings of every server. Its `roster` is the run's folder of servers (`grpo_common.roster`); without
-            it, the servers are those of its `base_url`, and none leaves or joins.
-        patience: seconds that the list may be empty, that no server may say its kind, or that none may answer a request
-            after the first did not.
+    `config.roster` is the run's folder of servers (`grpo_common.roster`); without it, the servers are those of
+    `config.base_url`, and none leaves or joins. `patience` is how many seconds the list may be empty, no server may say
+    its kind, or none may answer a request after the first did not.
     """
 
     def __init__(self, config: ServerConfig, *, patience: float) -> None:
