@@ -197,7 +197,11 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         tokens, sampled = list(branch.token_ids), branch.sampled_mask
         experts = [(turn.prompt_token_ids + turn.token_ids, turn.routed_experts) for turn in turns]
         experts.sort(key=lambda turn: len(turn[0]))
-        messages = [_as_message(message) for message in branch.messages] if self.config.include_messages else []
+        messages: list[Message] = []
+        for message in branch.messages if self.config.include_messages else ():
+            fields = message.model_dump(exclude_none=True)
+            calls = "".join(f"\n[{call['name']} {call['arguments']}]" for call in fields.get("tool_calls", []))
+            messages.append({**fields, "content": f"{fields.get('content', '')}{calls}"})
         return Trajectory(
             tokens=tokens,
             trained=sampled,
@@ -217,10 +221,3 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
 def _branch(trace: Any) -> Any | None:
     branches = [branch for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
     return max(branches, key=lambda branch: sum(branch.sampled_mask), default=None)
-
-
-def _as_message(message: Any) -> Message:
-    """Return a message for people to read; it shows tool calls as text, too."""
-    fields = message.model_dump(exclude_none=True)
-    calls = "".join(f"\n[{call['name']} {call['arguments']}]" for call in fields.get("tool_calls", []))
-    return {**fields, "content": f"{fields.get('content', '')}{calls}"}
