@@ -22,13 +22,9 @@ from environments.user_modules import module_of
 
 
 def environment_class(module: ModuleType, wanted: str = "") -> type[BaseEnv[Any, Any]]:
-    """Return the class of `BaseEnv` that a module defines. A class that another one there extends does not count.
+    """Return the class of `BaseEnv` that a module defines: the `wanted` one, or the only one that no other extends.
 
-    Args:
-        wanted: name of the class; empty: there is only one.
-
-    Raises:
-        ConfigError: there is none, or there are several.
+    Raise a ConfigError if there is none, or if there are several.
     """
     own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     classes = {kind.__name__: kind for kind in own if issubclass(kind, BaseEnv)}

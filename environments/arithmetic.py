@@ -37,12 +37,10 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """Return the model's prompt: ``12+34=``."""
         return f"{self.left}{self.operation}{self.right}="
 
     @property
     def answer(self) -> str:
-        """Return the text that the model should write before it ends its turn: ``46``."""
         return str(COMPUTE[self.operation](self.left, self.right))
 
 
@@ -57,8 +55,7 @@ class ProblemSet:
     def of(cls, low: int, high: int, operation: Operation = "+", held_out_share: float = 0.1) -> "ProblemSet":
         """Return every pair of operands in ``[low, high]``, with a fixed pseudo-random share held out.
 
-        Raises:
-            ConfigError: The range is empty, or too small to leave a problem in each part.
+        Raise a ConfigError if the range is too small to leave a problem in each part.
         """
         operands = range(low, high + 1)
         problems = [Problem(left, right, operation) for left in operands for right in operands]
@@ -98,7 +95,6 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
     score_in_thread = False
 
     async def setup(self) -> None:
-        """List the problems."""
         config = self.config
         self.problems = ProblemSet.of(config.low, config.high, config.operation)
         longest = max(len(problem.answer) for problem in self.problems.train + self.problems.held_out)
@@ -107,15 +103,12 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
         self.items = Shuffled(self.problems.train, config.seed)
 
     def prompt(self, item: Problem) -> str:
-        """Return plain text: ``12+34=``."""
         return item.prompt
 
     def sampling(self, room: int) -> Sampling:
-        """Return sampling of a few tokens at the configured temperature."""
         return super().sampling(min(room, self.max_tokens))
 
     def score(self, item: Problem, answer: str) -> float:
-        """Return 1.0 for the right number and nothing else."""
         return reward(item, answer)
 
     async def evaluate(self) -> dict[str, float]:

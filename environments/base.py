@@ -93,11 +93,7 @@ class Measures:
                 self._values[name].append(float(value))
 
     def accepts(self, name: str, value: float, taken: tuple[str, ...] = ()) -> bool:
-        """Return whether a value is finite, and its name free; otherwise log an error, once for each name.
-
-        Args:
-            taken: beginnings of names that are not free.
-        """
+        """Return whether a value is finite, and its name does not begin as a taken one; else log an error once."""
         if name.startswith(taken):
             problem = f"got its name, wanted one that does not begin with {' or '.join(taken)}"
         elif not math.isfinite(value):

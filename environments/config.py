@@ -242,11 +242,9 @@ class Settings(BaseModel, Generic[EnvConfig]):
 
 
 def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequence[str]) -> Settings[Any]:
-    """Return the settings from command-line arguments and the file that they may name.
+    """Return the settings from command-line arguments and the file that they may name; ``--help`` exits.
 
-    Raises:
-        ConfigError: A key is unknown (the nearest is suggested), a value is not legal, or the file is not TOML.
-        SystemExit: ``--help`` was given.
+    Raise a ConfigError if a key is unknown (the nearest is suggested), a value not legal, or the file no TOML.
     """
     fields = {paths[0]: (paths, field) for paths, field in _fields(settings_cls)}
     flags = {f"--{each}": paths[0] for paths, _ in fields.values() for each in paths}
@@ -380,10 +378,9 @@ def _file_values(path: str | None) -> dict[str, Any]:
 
 
 def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]) -> None:
-    """Check the keys that a table of a file has. Missing keys are allowed, because other sources may add them.
+    """Raise a ConfigError for an unknown key of a table, naming the nearest, or for a value that is not legal.
 
-    Raises:
-        ConfigError: A key is unknown (the nearest is suggested), or a value is not legal.
+    Missing keys are allowed, because other sources may add them.
     """
     try:
         model.model_validate(values)

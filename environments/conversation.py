@@ -12,7 +12,7 @@ from environments.api import wire
 from environments.config import ConfigError, PromptRefused
 from environments.peers.inference import Completion
 from environments.tokenizers import THINK, Tools, is_special, opens_thinking, prompt_ids, render
-from environments.trajectory import Message, Trajectory, TurnReward, ids_of
+from environments.trajectory import Message, Trajectory, TurnReward, ids_of, oldest_version
 from vllm_server.protocol.routed_experts import joined
 
 if TYPE_CHECKING:
@@ -45,13 +45,9 @@ class Conversation:
         tools: Tools = (),
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin with messages that the policy answers.
+        """Begin with messages that the policy answers; raise PromptRefused if the chat template refuses them.
 
-        Args:
-            variables: further variables of the chat template (`--env.chat_template_kwargs`).
-
-        Raises:
-            PromptRefused: The model has no chat template, or it refuses the messages.
+        `variables` are further ones of the chat template (`--env.chat_template_kwargs`).
         """
         self.messages = list(messages)
         self.truncated = False
@@ -90,9 +86,8 @@ class Conversation:
     def hear(self, messages: Sequence[Message], longest: float = math.inf) -> bool:
         """Add the messages of a user or a tool after the policy's turn; the policy answers next.
 
-        Returns:
-            Whether they leave room for an answer within `longest` tokens. If not, nothing is added, so that the last
-            message is still the policy's.
+        Return whether they leave room for an answer within `longest` tokens. If not, nothing is added, so that the last
+        message is still the policy's.
         """
         tokens = self._tokens_after_the_turn(messages)
         if len(self.tokens) + len(tokens) >= longest:
@@ -110,13 +105,12 @@ class Conversation:
 
     def trajectory(self, score: float | None, *, with_messages: bool = True) -> Trajectory:
         """Return the whole conversation with a score for its end, to which the turns' rewards are added."""
-        versions = [each.policy_version for each in self._said if each.policy_version is not None]
         return Trajectory(
             tokens=self.tokens,
             trained=self.trained,
             rollout_logprobs=self.rollout_logprobs,
             score=None if score is None else score + sum(reward.value for reward in self._turn_rewards),
-            policy_version=min(versions) if versions and len(versions) == self.turns else None,
+            policy_version=oldest_version([each.policy_version for each in self._said]),
             messages=self.messages if with_messages else [],
             temperature=self._said[-1].temperature if self._said else 1.0,
             turn_rewards=tuple(self._turn_rewards),
@@ -149,14 +143,10 @@ class Conversation:
         return ids[1:] if self._ended and ids[:1] == [last] else ids
 
     def _ids_after(self, marker: str, messages: Sequence[Message], *, answered: bool) -> list[int]:
-        """Return the tokens of what the template writes after a marker.
+        """Return the tokens of what the template writes after a marker. Raise ConfigError if it does not write it.
 
         The turn's end token stands before the text while it is tokenised: some tokenizers put a space before the first
         word of a text.
-
-        Raises:
-            ConfigError: It does not write the marker.
-            PromptRefused: It refuses the messages.
         """
         text = render(self._tokenizer, messages, self._tools, self._variables, answered=answered)
         _, found, after = text.rpartition(marker)

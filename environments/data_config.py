@@ -171,12 +171,7 @@ class RewardConfig(BaseModel):
 
 
 def read_reward(text: str) -> tuple[str, float | None]:
-    """Return a reward's function and its weight, if the text has one.
-
-    Raises:
-        TableError: The text has none of the forms, the weight is not a number, or the pattern is not a regular
-            expression.
-    """
+    """Return a reward's function and its weight, if the text has one; raise TableError for another form."""
     field = f"--reward {text}"
     if text.startswith((REGEX, "regex=")):
         head, colon, pattern = text.partition(":")

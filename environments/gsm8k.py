@@ -72,12 +72,9 @@ class Question:
 
     @classmethod
     def of(cls, question: str, answer: str) -> "Question":
-        """Return the question of a row of the data set.
+        """Return the question of a row of the data set; raise ValueError if its solution has no `#### NUMBER`.
 
         Solutions write no units. If the question asks for a percentage, the number is one: 60 and 60 % are right.
-
-        Raises:
-            ValueError: The solution does not end in `#### NUMBER`.
         """
         gold = in_the_asked_form(answer, "hashes")
         number = None if gold is None else read_number(gold)
@@ -88,12 +85,8 @@ class Question:
 
 
 def read_questions(config: Gsm8kConfig, split: Split) -> list[Question]:
-    """Return the questions of a split, from the hub or from `dataset_path`. For the training split that may also be
-    the file itself.
-
-    Raises:
-        ConfigError: There is no such data set, or a row is not one of GSM8K.
-    """
+    """Return the questions of a split, from the hub or from `dataset_path`, or raise ConfigError. For the training
+    split that may also be the file itself."""
     if (path := config.dataset_path) is None:
         field = f"--env.dataset_name {config.dataset_name}"
         try:
@@ -144,7 +137,6 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         self._test: list[Question] = []
 
     async def close(self) -> None:
-        """Stop the judges."""
         if self.judge is not None:
             await self.judge.close()
 

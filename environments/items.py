@@ -17,11 +17,7 @@ class Shuffled(Generic[Item]):
     """
 
     def __init__(self, items: Sequence[Item], seed: int) -> None:
-        """`items`: at least one.
-
-        Raises:
-            ValueError: There are none.
-        """
+        """Raise a ValueError if there are no items."""
         if not items:
             raise ValueError("items: got none, wanted at least one")
         self.position = 0

@@ -6,7 +6,6 @@ functions that the policy may call. Their results become messages to the policy.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from abc import abstractmethod
@@ -22,7 +21,7 @@ from environments.base import BaseEnv, Item
 from environments.config import BaseEnvConfig, ConfigError, UnusableRow
 from environments.conversation import Conversation
 from environments.peers.http import PeerError
-from environments.scoring import OF_CODE, ScoreTimeout, error_of_code
+from environments.scoring import OF_CODE, ScoreTimeout, error_of_code, gathered
 from environments.tokenizers import render
 from environments.tool_calls import ToolCall, ToolFormat, tool_calls, tool_format
 from environments.trajectory import Message, Trajectory, group_without_failed
@@ -117,19 +116,12 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         Raises:
             Exception: the last error, if all conversations failed.
         """
-        talks = [asyncio.create_task(self._try(item, number)) for number in range(self.config.group_size)]
-        try:
-            return group_without_failed(await asyncio.gather(*talks))
-        finally:
-            for talk in talks:  # the settings or the server are at fault, and the others may still run
-                talk.cancel()
+        # An error that is raised here is one of the settings or of the server, and the others may still run.
+        talks = await gathered(self._try(item, number) for number in range(self.config.group_size))
+        return group_without_failed(talks)
 
     async def _try(self, item: Item, number: int) -> Trajectory | Exception:
-        """Return a conversation, or its error if it fails twice.
-
-        Raises:
-            ConfigError, PeerError, UnusableRow: What fails is not this conversation alone.
-        """
+        """Return a conversation, or its error if it fails twice; raise an error that is not of this one alone."""
         for is_last in (False, True):
             try:
                 with lane(f"conversation {number}"):

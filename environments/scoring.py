@@ -17,7 +17,7 @@ import reprlib
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -76,11 +76,10 @@ OF_CODE: Final = (Exception, KeyboardInterrupt, SystemExit, asyncio.CancelledErr
 
 
 def error_of_code(raised: BaseException) -> Exception:
-    """Return what an environment's code raised as an exception.
+    """Return what an environment's code raised as an exception, or raise CancelledError if the task is cancelled.
 
-    Raises:
-        CancelledError: The current task is cancelled, as at the end of the program. Code also raises this error itself,
-            when it awaits a task that it has cancelled; then it is a mistake like any other.
+    That is so at the end of the program. Code also raises this error itself, when it awaits a task that it has
+    cancelled; then it is a mistake like any other.
     """
     task = asyncio.current_task()
     if isinstance(raised, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -196,11 +195,20 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
             await asyncio.wait({task}, timeout=GRACE_S)
 
 
+async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results of coroutines that run at the same time; an error of one cancels the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def in_thread(function: Callable[..., Any], *args: Any, reports: bool = False) -> Any:
     """Call a function in a new daemon thread, which stays behind if the caller is cancelled.
 
-    Args:
-        reports: log the stack of a thread that stays behind because of a time limit.
+    With `reports`, the stack of one that stays behind because of a time limit is logged.
     """
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()  # so that its result may come after the caller has given up
@@ -228,11 +236,8 @@ async def in_thread(function: Callable[..., Any], *args: Any, reports: bool = Fa
 async def watch_loop(seconds: float, is_armed: Callable[[], bool]) -> None:
     """End this process, with the stack in its log, if its event loop is blocked for too long; return never.
 
-    In a terminal or a debugger nothing is watched: a person may hold the loop at a breakpoint.
-
-    Args:
-        seconds: `--env.score_timeout`; the limit is between `LEAST_S` and `BLOCKED_S`.
-        is_armed: whether to watch; not before `setup`, which may load for minutes, has ended.
+    The limit is `--env.score_timeout`, but between `LEAST_S` and `BLOCKED_S`. Nothing is watched before `is_armed`, as
+    `setup` may load for minutes, nor in a terminal or a debugger: a person may hold the loop at a breakpoint.
     """
     limit, thread, moved = max(LEAST_S, min(seconds, BLOCKED_S)), threading.get_ident(), threading.Event()
 

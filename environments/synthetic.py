@@ -34,16 +34,6 @@ class SyntheticConfig(BaseEnvConfig):
     )
 
 
-def draw_length(draw: random.Random, mean: float, vocabulary: int) -> int:
-    """Return a limit of tokens such that the completion's length is geometric with this mean.
-
-    A model with random weights samples all ids about equally often, so each token is the end token with probability
-    1 / `vocabulary`. The limit ends a completion with the rest of 1 / `mean`. The mean is at most `vocabulary`.
-    """
-    ends = max(1e-12, (1 / mean - 1 / vocabulary) / (1 - 1 / vocabulary))
-    return 1 + int(math.log(1 - draw.random()) / math.log(1 - ends)) if ends < 1 else 1
-
-
 class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
     """Random prompts, random lengths, rewards by parity: it measures a run's speed and teaches nothing."""
 
@@ -51,7 +41,6 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
     env_config_cls = SyntheticConfig
 
     async def setup(self) -> None:
-        """Number the items."""
         self.items = Stream(count(1))
 
     def prompt(self, item: int) -> str:
@@ -62,8 +51,13 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
         """Return `n` answers. Each comes from a separate request, since a request has one limit of tokens."""
         token_ids = self.encode(prompt)
         room = self.config.max_token_length - len(token_ids)
-        draw, mean = random.Random(str(prompt)), self.config.completion_mean
-        limits = [min(room, draw_length(draw, mean, len(self.tokenizer))) for _ in range(n)]
+        draw, mean, vocabulary = random.Random(str(prompt)), self.config.completion_mean, len(self.tokenizer)
+        # A model with random weights samples all ids about equally often, so each token is the end token with
+        # probability 1 / `vocabulary`. The limit ends a completion with the rest of 1 / `mean`, which is at most
+        # `vocabulary`: so lengths are geometric with this mean.
+        rest = max(1e-12, (1 / mean - 1 / vocabulary) / (1 - 1 / vocabulary))
+        scale = math.log(1 - rest) if rest < 1 else -math.inf
+        limits = [min(room, 1 + int(math.log(1 - draw.random()) / scale)) for _ in range(n)]
         requests = (self.server.generate(token_ids, 1, self.sampling(limit)) for limit in limits)
         return [completion for (completion,) in await asyncio.gather(*requests)]
 

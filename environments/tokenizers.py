@@ -28,11 +28,7 @@ THINK_TOKENS: Final = 8
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the tokenizer of a model folder or hub name.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the tokenizer of a model folder or hub name, or raise ConfigError."""
     from transformers import AutoTokenizer  # imports torch if it is installed, which takes seconds
 
     try:
@@ -96,13 +92,10 @@ def turn_end(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any] 
 def with_system_prompt(
     tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], system: str | None
 ) -> str | list[Message]:
-    """Return a prompt whose system message, if it has one, is replaced by a system prompt.
+    """Return a prompt whose system message, if it has one, is replaced by `system`; None: it stays as it is.
 
     Text becomes a user's message if there is a system prompt and the model has a chat template. Without a chat
     template the system prompt stands before the text.
-
-    Args:
-        system: the system prompt; empty: none; None: the prompt stays as it is.
     """
     if isinstance(prompt, str):
         if not system:
@@ -123,13 +116,10 @@ def prompt_ids(
     tools: Tools | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Return the token ids of a prompt: text, or messages by the chat template.
+    """Return the token ids of a prompt: text, or messages by the chat template; raise as `render`.
 
     A prompt begins with one BOS token at most. It does not end with an EOS token that the tokenizer appended, because
     the answer continues the prompt.
-
-    Raises:
-        PromptRefused: the model has no chat template, or it refuses the messages.
     """
     if not isinstance(prompt, str):
         text = render(tokenizer, prompt, tools, variables)
@@ -178,17 +168,11 @@ def render(
     *,
     answered: bool = True,
 ) -> str:
-    """Return messages as text by the chat template.
+    """Return messages as text by the chat template; raise PromptRefused if there is none, or it refuses them.
 
+    The policy answers the messages: the text ends with the beginning of its turn, unless `answered` is False.
     Templates of some models refuse system messages (Gemma 2, Mistral 0.2). Their instruction then goes in front of the
     first user's message.
-
-    Args:
-        variables: further variables of the template.
-        answered: whether the policy answers the messages: the text then ends with the beginning of its turn.
-
-    Raises:
-        PromptRefused: the model has no chat template, or it refuses the messages.
     """
 
     def rendered(messages: Sequence[Message]) -> str:

@@ -63,8 +63,7 @@ class BrokenCall(ValueError):
 def tool_calls(text: str, form: ToolFormat = "hermes", schemas: Schemas = ()) -> list[ToolCall | str]:
     """Return the calls in a turn, in order. For a call that cannot be read, the list has an error text instead.
 
-    Args:
-        schemas: The types of arguments, which `qwen3_coder` writes without quotes.
+    `schemas` have the types of arguments, which `qwen3_coder` writes without quotes.
     """
     how, cursor, found = FORMS[form], Cursor(text), list[ToolCall | str]()
     mark_or_call = re.compile(f"{THINK}|{THOUGHT}|{how.begins}")
@@ -108,11 +107,8 @@ class Cursor:
     """Whether values of `qwen3_coder` may still have an end. If not, the text is not searched for each of them."""
 
     def call(self) -> ToolCall:
-        """Return the call in JSON that begins here, and move behind it. Marks inside its strings do not end it.
-
-        Raises:
-            BrokenCall: There is none.
-        """
+        """Return the call in JSON that begins here, and move behind it; or raise BrokenCall. Marks in its strings do
+        not end it."""
         start = self.place
         try:
             _, self.place = json.JSONDecoder().raw_decode(self.text, start)

@@ -91,11 +91,7 @@ class Trajectory:
 
 
 def ids_of(completion: Completion) -> list[int]:
-    """Return the sampled token ids.
-
-    Raises:
-        PeerError: The server returned text without them.
-    """
+    """Return the sampled token ids; raise PeerError if the server returned text without them."""
     if completion.text and not completion.token_ids:
         raise PeerError(
             "text can be evaluated but not trained on, since tokenising it again may give other tokens",
@@ -105,6 +101,12 @@ def ids_of(completion: Completion) -> list[int]:
             fix="use grpo serve or vLLM",
         )
     return completion.token_ids
+
+
+def oldest_version(versions: Sequence[int | None]) -> int | None:
+    """Return the oldest policy version of a trajectory's completions; None if there is none, or if one has none."""
+    known = [version for version in versions if version is not None]
+    return min(known) if known and len(known) == len(versions) else None
 
 
 def unscored_like(good: Trajectory) -> Trajectory:
@@ -122,11 +124,7 @@ def unscored_like(good: Trajectory) -> Trajectory:
 
 
 def group_without_failed(outcomes: Sequence[Trajectory | Exception]) -> wire.ScoredData:
-    """Return the group of one item; a trajectory that failed counts as unscored.
-
-    Raises:
-        Exception: the last error, if all failed.
-    """
+    """Return the group of one item; a trajectory that failed counts as unscored. If all did, raise the last error."""
     good = next((each for each in outcomes if isinstance(each, Trajectory)), None)
     if good is None:
         raise next(each for each in reversed(outcomes) if isinstance(each, Exception))
@@ -170,10 +168,9 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
 
 
 def check_whole_vocabulary(params: Mapping[str, Any], where: str) -> None:
-    """Refuse sampling parameters that leave out tokens. The trainer computes a token's probability among all tokens.
+    """Raise a ConfigError for a sampling parameter that leaves out tokens; `where` is what to correct.
 
-    Raises:
-        ConfigError: One of them does; `where` is what to correct.
+    The trainer computes a token's probability among all tokens.
     """
     for name, value in cuts(params).items():
         raise ConfigError(
@@ -182,11 +179,7 @@ def check_whole_vocabulary(params: Mapping[str, Any], where: str) -> None:
 
 
 def check_sampled_from_all(group: wire.ScoredData, name: str) -> None:
-    """Refuse a group of the environment `name` that says that its tokens were sampled from a part of the vocabulary.
-
-    Raises:
-        ConfigError: The parameter, and the call that takes it.
-    """
+    """Raise a ConfigError for a group of the environment `name` that was sampled from a part of the vocabulary."""
     whole = {**(group.generation_params or {}), **(group.group_overrides or {})}
     for own in group.overrides or [{}]:
         if not own.get("sft", whole.get("sft")):  # imitated sequences were not sampled by the policy
@@ -201,11 +194,9 @@ def truncated_of(group: wire.ScoredData) -> list[bool]:
 
 
 def without(group: wire.ScoredData, drop: Sequence[bool], *, scored: bool) -> wire.ScoredData:
-    """Return the group without trained tokens in some of its sequences.
+    """Return the group without trained tokens in the sequences to `drop`.
 
-    Args:
-        drop: for each sequence, whether to train on none of its tokens.
-        scored: their scores still count in the group's baseline.
+    Their scores count in the group's baseline if they are `scored`.
     """
     masks = [[wire.IGNORED] * len(mask) if dropped else mask for mask, dropped in zip(group.masks, drop, strict=True)]
     if scored:

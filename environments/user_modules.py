@@ -61,11 +61,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def module_of(field: str, where: str) -> ModuleType:
-    """Return the module that a setting names, a file that ends in `.py` or a module's name.
-
-    Raises:
-        ConfigError: There is no such file or module, or it can't be imported.
-    """
+    """Return the module that a setting names, a file that ends in `.py` or a module's name; or raise ConfigError."""
     if not where.endswith(".py"):
         return _module_named(field, where)
     path = expanded(where)
@@ -94,11 +90,7 @@ def _module_named(field: str, where: str) -> ModuleType:
 
 
 def function_of(field: str, module: ModuleType, name: str) -> Callable[..., Any]:
-    """Return a function of a module.
-
-    Raises:
-        ConfigError: There is none of this name.
-    """
+    """Return a function of a module, or raise ConfigError."""
     found = getattr(module, name, None)
     if callable(found):
         return found
@@ -129,11 +121,9 @@ def place(frame: FrameSummary) -> str:
 
 
 def user_code_failed(error: BaseException, step: str, field: str = "") -> ConfigError:
-    """Return an error of the user's code as one message, with the file and the line.
+    """Return an error of the user's code, which failed in `step`, as one message with the file and the line.
 
-    Args:
-        step: what failed, such as `setup()`.
-        field: the setting that names the code.
+    `field` is the setting that names the code.
     """
     if isinstance(error, SyntaxError):
         frames = [FrameSummary(error.filename or "", error.lineno or 0, "", line=error.text or "")]

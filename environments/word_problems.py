@@ -179,11 +179,7 @@ def is_right(problem: WordProblem, answer: str) -> bool:
 
 
 def levels_of(said: str) -> list[int]:
-    """Return the levels for `auto`, `3` or `1-2`.
-
-    Raises:
-        ConfigError: There are no such levels.
-    """
+    """Return the levels for `auto`, `3` or `1-2`, or raise ConfigError."""
     if said == "auto":
         return list(LEVELS)
     found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", said)
@@ -252,7 +248,6 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
     score_in_thread = False
 
     async def setup(self) -> None:
-        """Read the levels from the settings."""
         self.levels = levels_of(self.config.level)
         self.ladder = Ladder(self.levels)
         self.position = 0
@@ -265,11 +260,9 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         return make_problem(level, "train", rng)
 
     def state(self) -> dict[str, Any]:
-        """Return the number of generated problems and each level's mean reward."""
         return {"position": self.position, "means": {str(level): mean for level, mean in self.ladder.means.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the problems that were generated."""
         ladder = Ladder(self.levels, {int(level): float(mean) for level, mean in state["means"].items()})
         self.position, self.ladder = int(state["position"]), ladder
 

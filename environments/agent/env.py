@@ -27,6 +27,7 @@ from environments.dataset.data import Data
 from environments.dataset.env import DatasetConfig, DatasetEnv
 from environments.dataset.rewards import Score
 from environments.peers.inference import Completion
+from environments.scoring import gathered
 from environments.trajectory import Trajectory, scored_group, unscored_like
 
 
@@ -85,7 +86,6 @@ class AgentEnv(DatasetEnv):
         return True
 
     async def close(self) -> None:
-        """Stop serving the policy."""
         if self._front is not None:
             await self._front.close()
         await super().close()
@@ -103,11 +103,7 @@ class AgentEnv(DatasetEnv):
         return range(len(data.rows))
 
     async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
-        """Return a group of `group_size` episodes of a task. An episode that fails is lost alone.
-
-        Raises:
-            Exception: the last error, if all failed.
-        """
+        """Return a group of episodes of a task. One that fails is lost alone; if all fail, the last error is raised."""
         metrics: list[tuple[str, float]] = []
         try:
             found = await self._episodes(self._source, item, self.config.group_size, metrics)
@@ -126,12 +122,7 @@ class AgentEnv(DatasetEnv):
         self, data: Data, number: int, count: int, metrics: list[tuple[str, float]], **sampling: Any
     ) -> list[Trajectory]:
         """Run episodes of a task; return each, without a score if it failed; add to the metrics."""
-        tasks = [asyncio.create_task(self._episode(data, number, sampling)) for _ in range(count)]
-        try:
-            ended = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # the settings or the server are at fault, and the others may still run
-                task.cancel()
+        ended = await gathered(self._episode(data, number, sampling) for _ in range(count))
         errors = [result for _, result in ended if isinstance(result, Exception)]
         for own, result in ended:
             metrics += [("failed", float(isinstance(result, Exception))), ("calls_not_trained", own.not_trained)]
@@ -176,11 +167,7 @@ class AgentEnv(DatasetEnv):
         return own, result
 
     def _result(self, returned: Any, own: Session) -> float | str:
-        """Return what an agent returned as a reward, or with `--reward` as an answer.
-
-        Raises:
-            ConfigError, EpisodeFailed: it is neither.
-        """
+        """Return the agent's reward, or with `--reward` its answer; else raise ConfigError or EpisodeFailed."""
         if self._rewards:
             if isinstance(returned, str):
                 return returned

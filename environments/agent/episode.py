@@ -55,11 +55,9 @@ Agent = Callable[[Mapping[str, Any], Session], Awaitable[Any]]
 
 
 async def played(agent: Agent, task: Mapping[str, Any], own: Session, seconds: float) -> Any:
-    """Return what an agent returned. One that ignores its cancellation is left behind.
+    """Return what an agent returned, or raise its error; one that would end the process is wrapped.
 
-    Raises:
-        EpisodeFailed: it took longer than `seconds`, or cancelled itself.
-        Exception: it raised an error; one that would end the process is wrapped.
+    Raise EpisodeFailed if it took longer than `seconds`, or cancelled itself. One that ignores this is left behind.
     """
     field, got, wanted = "--env.episode_timeout", f"{seconds:g} s", "the end of the episode"
     try:
@@ -72,8 +70,7 @@ async def played(agent: Agent, task: Mapping[str, Any], own: Session, seconds: f
 def load_function(name: str, url: str) -> Agent:
     """Return the agent of `FILE.py:FUNCTION` or `MODULE:FUNCTION`.
 
-    Raises:
-        ConfigError: there is no such function, it does not take a task and a client, or `openai` is not installed.
+    Raise a ConfigError if there is none, it does not take a task and a client, or `openai` is not installed.
     """
     field, (where, _, function_name) = f"--agent {name}", name.rpartition(":")
     if not where:
@@ -108,11 +105,7 @@ def load_function(name: str, url: str) -> Agent:
 
 
 def load_command(command: str, url: str) -> Agent:
-    """Return the agent of a command. `{task_file}` becomes the path of the task as JSON.
-
-    Raises:
-        ConfigError: it is no command.
-    """
+    """Return the agent of a command, or raise ConfigError. `{task_file}` becomes the path of the task as JSON."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -123,11 +116,7 @@ def load_command(command: str, url: str) -> Agent:
 
 
 async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own: Session) -> str:
-    """Run a command to its end; return its last line.
-
-    Raises:
-        EpisodeFailed: it does not start, or its exit status is not 0.
-    """
+    """Run a command to its end; return its last line. Raise EpisodeFailed if it does not start, or fails."""
     with tempfile.TemporaryDirectory(prefix="grpo-agent-") as folder:
         file = Path(folder) / "task.json"
         file.write_text(json.dumps(dict(task), default=str))

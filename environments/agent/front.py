@@ -31,7 +31,7 @@ from starlette.routing import Route
 from environments.api import wire
 from environments.peers.http import Answer, PeerError, PeerRefused
 from environments.peers.loopback import Loopback
-from environments.trajectory import Message, Trajectory, TurnReward
+from environments.trajectory import Message, Trajectory, TurnReward, oldest_version
 from grpo_common.sampling import WHOLE_VOCABULARY
 
 POLICY: Final = "policy"
@@ -75,23 +75,19 @@ def _refusal(_: Request, refused: Any) -> Response:
 
 @dataclass(eq=False)
 class Session:
-    """One episode, as the front knows it.
-
-    Attributes:
-        sampling: keys of every body: temperature, stop tokens, the plain distribution.
-        calls: those that are trained, in the order of their answers.
-        not_trained: number of the others.
-        messages: prompt and answer of the last call, for people to read.
-        faults: why the server could not answer, for which the agent is not to blame, by the hash of a call's body; an
-            answer to a later try removes it.
-    """
+    """One episode, as the front knows it."""
 
     key: str = field(default_factory=lambda: f"sk-{secrets.token_urlsafe(24)}", repr=False)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of every body: temperature, stop tokens, the plain distribution."""
     calls: list[Call] = field(default_factory=list)
+    """Those that are trained, in the order of their answers."""
     not_trained: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
+    """Prompt and answer of the last call, for people to read."""
     faults: dict[int, PeerError] = field(default_factory=dict)
+    """Why the server could not answer, for which the agent is not to blame, by the hash of a call's body. An answer to
+    a later try removes it."""
     under_way: set[asyncio.Task[Answer]] = field(default_factory=set)
 
     def reward(self, value: float, answer: Any = None) -> None:
@@ -112,15 +108,10 @@ class Session:
 
 
 class Front(Loopback):
-    """Serves OpenAI's completions on this machine.
+    """Serves OpenAI's completions on this machine. `ask` sends a body to a path of an inference server.
 
-    Args:
-        ask: sends a body to a path of an inference server.
-        sampling: of episodes, unless `open` has other keys.
-        names: how an agent may call the model, besides `policy`.
-        longest: limit of a sequence, prompt and answer, in tokens.
-        max_tokens: limit of an answer; None: what the server leaves.
-        variables: of the chat template.
+    Agents may call the model by `names`, or `policy`. Sequences have up to `longest` tokens, answers up to
+    `max_tokens`. `variables` are of the chat template.
     """
 
     def __init__(
@@ -197,11 +188,7 @@ class Front(Loopback):
         return StreamingResponse(chunks(answer, usage=usage), media_type="text/event-stream")
 
     def _asked(self, session: Session, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the body for the inference server.
-
-        Raises:
-            Refused: an option would change the distribution that the policy is trained on, or is not known.
-        """
+        """Return the body for the server; refuse options that change the trained distribution, or are unknown."""
         if not isinstance(model := body.get("model"), str) or model not in self._names:
             wanted = " or ".join(sorted(self._names))
             raise Refused(404, f"model: got {model!r:.100}, wanted {wanted}", "model_not_found")
@@ -217,8 +204,12 @@ class Front(Loopback):
                 raise Refused(400, "max_tokens: wanted a whole number")
             asked["max_tokens"] = min(given)
         if path == CHAT:
-            if not _is_text(body.get("messages")):
-                raise Refused(400, "messages: wanted text: the trainer has no images, sounds or files")
+            messages = body.get("messages")  # of any form: the server refuses the others
+            known = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+            for content in (each.get("content") for each in known):
+                parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+                if not all(part.get("type") in TEXT_PARTS for part in parts):
+                    raise Refused(400, "messages: wanted text: the trainer has no images, sounds or files")
             own = body.get("chat_template_kwargs")
             asked["chat_template_kwargs"] = {**self._variables, **(own if isinstance(own, dict) else {})}
             asked["logprobs"] = True
@@ -230,12 +221,7 @@ class Front(Loopback):
         return asked | {"return_token_ids": True}
 
     async def _forwarded(self, session: Session, path: str, asked: dict[str, Any]) -> Answer:
-        """Return the server's answer.
-
-        Raises:
-            Refused: it refuses the call, or the episode has ended meanwhile.
-            PeerError: it is away.
-        """
+        """Return the server's answer, or raise Refused: it refuses, or the episode has ended; PeerError: it is away."""
         task = asyncio.create_task(self._ask(path, asked))
         session.under_way.add(task)
         task.add_done_callback(session.under_way.discard)
@@ -250,13 +236,9 @@ class Front(Loopback):
             raise Refused(refusal.status, refusal.got.partition(": ")[2], code) from None
 
     def _recorded(self, session: Session, body: Mapping[str, Any], answer: Answer, *, seen: bool) -> dict[str, Any]:
-        """Record a call; return the answer as the agent gets it.
+        """Record a call; return the answer as the agent gets it, unless it has hung up before it could be `seen`.
 
-        Args:
-            seen: False: the agent has hung up.
-
-        Raises:
-            PeerError: the answer has no token ids and logprobs.
+        Raise a PeerError if the answer has no token ids and logprobs.
         """
         content: dict[str, Any] = msgspec.json.decode(answer.content, type=dict[str, Any])
         choices: list[dict[str, Any]] = content["choices"]
@@ -295,14 +277,6 @@ def _shown(message: Any) -> dict[str, Any]:
     return {"role": str(message["role"]), "content": content}
 
 
-def _is_text(messages: Any) -> bool:
-    """Return whether messages hold nothing but text, as far as the server could take them."""
-    known = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
-    contents = [each.get("content") for each in known]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return all(part.get("type") in TEXT_PARTS for part in parts)
-
-
 def chunks(answer: Mapping[str, Any], *, usage: bool) -> Iterator[bytes]:
     """Yield an answer as the events of a stream, all at once: a call is recorded when it is complete."""
     is_chat = answer["object"] == "chat.completion"
@@ -329,11 +303,7 @@ def chunks(answer: Mapping[str, Any], *, usage: bool) -> Iterator[bytes]:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One completion of the policy, in the engine's own tokens.
-
-    Attributes:
-        reward: what the agent gave it by `client.reward`; None: nothing.
-    """
+    """One completion of the policy, in the engine's own tokens."""
 
     id: str
     prompt_ids: list[int]
@@ -341,7 +311,7 @@ class Call:
     logprobs: list[float]
     version: int | None
     truncated: bool = False
-    reward: float | None = None
+    reward: float | None = None  # what the agent gave it by `client.reward`
 
 
 @dataclass(slots=True)
@@ -390,8 +360,7 @@ def episode(
 ) -> Trajectory:
     """Return an episode as one unit: its sequences one after another, with the lengths of each.
 
-    Args:
-        score: of the episode's end; None: no reward applies. Rewards of single calls are added.
+    The rewards of single calls are added to the `score` of its end; None: no reward applies.
     """
     joined, lengths, rewards = Branch(), list[int](), list[TurnReward]()
     for branch in branches(calls):
@@ -401,14 +370,12 @@ def episode(
         joined.trained += branch.trained
         joined.logprobs += branch.logprobs
         lengths.append(len(branch.tokens))
-    versions = [call.version for call in calls]
-    known = [version for version in versions if version is not None]
     return Trajectory(
         tokens=joined.tokens,
         trained=joined.trained,
         rollout_logprobs=joined.logprobs,
         score=None if score is None else score + sum(each.value for each in rewards),
-        policy_version=min(known) if known and len(known) == len(versions) else None,
+        policy_version=oldest_version([call.version for call in calls]),
         messages=[*messages],
         temperature=temperature,
         turn_rewards=tuple(rewards) if score is not None else (),

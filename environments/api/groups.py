@@ -215,11 +215,7 @@ def _checked(group: wire.PackedGroup) -> wire.PackedGroup:
 
 
 def _check_finite(field: str, numbers: NDArray[np.floating], lengths: list[int] | None) -> None:
-    """Check that numbers are finite in float32, in which the trainer computes.
-
-    Args:
-        lengths: of the rows that lie one after another; None: the numbers are one row.
-    """
+    """Check that numbers are finite in float32, in which the trainer computes; `lengths` None: they are one row."""
     with np.errstate(over="ignore"):
         finite = np.isfinite(numbers.astype(np.float32, copy=False))
     if not finite.all():
@@ -305,9 +301,7 @@ _IN_GROUP = re.compile(rb'["\[\]{}]')
 def split(body: bytes, content_type: str | None) -> tuple[list[Raw], str | None]:
     """Return a list's groups, unread, and their content type, which is MessagePack for JSON with NaN.
 
-    Raises:
-        ApiError: 413, more than `MOST_GROUPS`: they are counted before they take memory.
-        Exception: one of `REFUSED`.
+    Raise one of `REFUSED`, or ApiError (413) for more than `MOST_GROUPS`: they are counted before they take memory.
     """
     if not wire.is_msgpack(content_type):
         count = _count_json(body)

@@ -54,12 +54,9 @@ def endpoint(
 ) -> Callable[[Call], Call]:
     """Make a function of the service a route. Its answer is encoded, unless it is a response.
 
-    Its arguments are the path's parameters; `http`, the request; `body`, the message that is its type; and the query's
-    fields, as they are annotated.
-
-    Args:
-        fields: the type of a body whose fields are arguments; an empty body has none of them.
-        changes: a GET that changes state; HEAD, which shows no answer, is refused.
+    Its arguments are the path's parameters; `http`, the request; `body`, the message that is its type; the fields of a
+    body of type `fields`, which may be empty; and the query's fields, as they are annotated. For a GET that `changes`
+    state, HEAD, which shows no answer, is refused.
     """
 
     def enter(call: Call) -> Call:
@@ -132,8 +129,7 @@ class BodyReader:
     async def read(self, request: Request, most: int | None = None) -> AsyncIterator[bytes]:
         """Yield the decompressed body, of `most` bytes if they are given, for as long as it is held.
 
-        Raises:
-            ApiError: too large (413), not gzip or cut short (400), another encoding (415), too slow (408).
+        Raise ApiError if it is too large (413), no gzip or cut short (400), of another encoding (415), too slow (408).
         """
         limit = self.limit if wire.is_msgpack(request.headers.get("content-type")) else self.limit // JSON_SHARE
         limit = min(limit, most or limit)
@@ -319,11 +315,7 @@ class Waiters:
         self._wake()
 
     async def until(self, request: Request, ready: Callable[[], bool], seconds: float) -> None:
-        """Return once `ready` says so, when `seconds` are over, or when the server ends.
-
-        Raises:
-            ClientDisconnect: the client disconnected.
-        """
+        """Return once `ready` says so, when `seconds` are over, or when the server ends; raise ClientDisconnect."""
 
         async def waited() -> bool:
             with contextlib.suppress(TimeoutError):

@@ -231,8 +231,7 @@ class Point(Struct):
 class History:
     """What the status page shows: the last `STEPS` steps, the newest `SAMPLES` groups, and the newest refusals.
 
-    Args:
-        start: time from which it counts, on the clock of all later times.
+    It counts from `start`, on the clock of all later times.
     """
 
     def __init__(self, start: float) -> None:

@@ -54,27 +54,18 @@ class Group(Struct, frozen=True):
 
 
 class Environment(Struct):
-    """A registered environment.
-
-    Attributes:
-        connected: until it disconnects.
-        alive: it is connected and was heard of lately: its reservation holds, and it may buffer groups.
-        heard, posted: when it was last heard of and last posted a group.
-        received: groups from it since the API's start.
-        follows: it waits for news.
-        restored: an earlier API process knew it, and it was not heard of since.
-    """
+    """A registered environment, connected until it disconnects."""
 
     id: int
     name: str
     request: wire.RegisterEnv
     connected: bool = True
-    alive: bool = False
+    alive: bool = False  # connected and heard of lately: its reservation holds, and it may buffer groups
     heard: float = 0.0
-    posted: float = 0.0
-    received: int = 0
-    follows: bool = False
-    restored: bool = False
+    posted: float = 0.0  # when it last posted a group
+    received: int = 0  # groups since the API's start
+    follows: bool = False  # it waits for news
+    restored: bool = False  # an earlier API process knew it, and it was not heard of since
 
 
 class Run(Struct, frozen=True):
@@ -92,22 +83,15 @@ class Run(Struct, frozen=True):
 
 
 class Lease(Struct, frozen=True):
-    """A batch in a trainer's hands.
-
-    Attributes:
-        seconds: that it lasts, from when it was granted or extended. That time is not kept: the clock of another
-            process, or of this one before it was set, says nothing of now.
-        request: the client's key for asking again after a lost answer.
-        holder: the uuid of the trainer that holds it; None: it did not say who it is, and the lease may run out.
-        trained: the trainer has said that it trained on the batch, which it keeps until a checkpoint holds it.
-    """
+    """A batch in a trainer's hands, for `seconds` from when it was granted or extended. That time is not kept: the
+    clock of another process, or of this one before it was set, says nothing of now."""
 
     batch_id: str
     groups: tuple[int, ...]
     seconds: float = 600.0
-    request: str | None = None
-    holder: int | None = None
-    trained: bool = False
+    request: str | None = None  # the client's key for asking again after a lost answer
+    holder: int | None = None  # the uuid of the trainer; None: it did not say who it is, and the lease may run out
+    trained: bool = False  # as the trainer has said, which keeps the batch until a checkpoint holds it
 
 
 class Closed(Struct, frozen=True):

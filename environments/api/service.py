@@ -47,9 +47,8 @@ class Served(Struct, frozen=True):
 class Posts:
     """Which posts are repeated: by their key; or without one, because an earlier process may not have answered them.
 
-    Args:
-        durable: bodies of posts without a key are remembered, for a process that continues after a crash.
-        now: the time of day. Posts without a key of the earlier process's last seconds are *unanswered* for a while.
+    If the store is durable, bodies of posts without a key are remembered, for a process that continues after a crash:
+    those of the earlier process's last seconds are *unanswered* for a while.
     """
 
     def __init__(self, tables: Tables, durable: bool, now: float) -> None:
@@ -88,7 +87,6 @@ class Posts:
                 del posts[oldest]
 
     def clear(self) -> None:
-        """Forget all posts."""
         for posts in (self.keyed, self.unkeyed, self.unanswered):
             posts.clear()
 
@@ -99,18 +97,10 @@ class Service:
     def __init__(
         self, settings: Settings, clock: Callable[[], float] = time.time, timer: Callable[[], float] = time.monotonic
     ) -> None:
-        """Open the store, if there is one, and continue from its content.
-
-        Args:
-            clock: the time of day, for what is compared with what an earlier process wrote.
-            timer: seconds that no correction of the clock lengthens or shortens, for all that runs out.
-
-        Raises:
-            StoreError: the store cannot be opened or is in use.
-        """
+        """Open the store, if there is one, and continue from its content; raise StoreError if it can't be opened."""
         self.settings = settings
-        self.clock = clock
-        self.timer = timer
+        self.clock = clock  # the time of day, for what is compared with what an earlier process wrote
+        self.timer = timer  # seconds that no correction of the clock lengthens or shortens, for all that runs out
         self.store = store = Store(settings.store, settings.fsync)
         try:
             self.queue = queue = RolloutQueue(store.table, settings.env_timeout, timer())
@@ -134,12 +124,10 @@ class Service:
 
     @property
     def step(self) -> int:
-        """The step that the trainer has acknowledged."""
         return self.queue.run.current_step if self.queue.run else 0
 
     @property
     def trainer(self) -> wire.Register | None:
-        """What the trainer registered with."""
         return self.queue.run.trainer if self.queue.run else None
 
     # The trainer
@@ -338,7 +326,6 @@ class Service:
         }
 
     def refuse(self, request: str, status: int, detail: str, count: int = 1) -> None:
-        """Note a request that is refused, or several that the page shows as one, for the status page."""
         self.history.refuse(request, status, detail, self.timer(), count)
 
     async def reset(self) -> None:

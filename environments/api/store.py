@@ -76,9 +76,8 @@ class Store:
     def __init__(self, path: Path | None, fsync: bool = False) -> None:
         """Open or create; `fsync` also survives a power cut, at the price of a disk flush per commit.
 
-        Raises:
-            StoreError: in use by another process, damaged, not ours, or read-only.
-            FormatError: a newer version wrote it. It is as it was.
+        Raise StoreError if it is in use by another process, damaged, not ours, or read-only; and FormatError if a newer
+        version wrote it: it is as it was.
         """
         self.path = path
         self._noted: list[Change] = []
@@ -143,11 +142,7 @@ class Store:
         self._noted.append((sql, values))
 
     async def commit(self) -> None:
-        """Return when everything noted so far is written.
-
-        Raises:
-            StoreError: it could not be written; a store with a path is not usable any more.
-        """
+        """Return when everything noted so far is written. After a StoreError a store with a path is unusable."""
         if self._noted or self.path is not None:
             await self._call()
 
@@ -294,10 +289,7 @@ class Payloads:
 
     The oldest groups are trained first, so it is the newest that are left in the store alone when memory is full.
     In a store without a path, those that wait are all in memory (`--max-queued-mb` limits them), and those that a
-    trainer holds move to its file when memory is full.
-
-    Args:
-        known: ids of groups that are in the store already, from an earlier process.
+    trainer holds move to its file when memory is full. `known` groups are in the store already.
     """
 
     def __init__(self, store: Store, known: Iterable[int] = ()) -> None:
@@ -348,7 +340,6 @@ class Payloads:
                 self.in_memory -= len(body)
 
     def drop(self, ids: Iterable[int]) -> None:
-        """Forget these groups."""
         for each in list(ids):
             body = self._bodies.pop(each, b"")
             self.in_memory -= len(body or b"")
@@ -356,5 +347,4 @@ class Payloads:
                 self._store.note(_DROP, each)
 
     def clear(self) -> None:
-        """Forget everything."""
         self.drop(self._bodies)

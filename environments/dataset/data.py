@@ -48,19 +48,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one file or table.
+    """The rows of one file or table."""
 
-    Attributes:
-        name: The file's name in its folder; empty: there is only one.
-        unit: What `numbers` count from 0, for messages: `line` or `row`.
-        values: Rows, or lines of JSON.
-        numbers: The places in `values` that have a row: lines that are not blank.
-    """
-
-    name: str
-    unit: str
-    values: Any
-    numbers: Sequence[int]
+    name: str  # the file's name in its folder; empty: there is only one
+    unit: str  # what `numbers` count from 0, for messages: `line` or `row`
+    values: Any  # rows, or lines of JSON
+    numbers: Sequence[int]  # the places in `values` that have a row: lines that are not blank
 
 
 class Rows:
@@ -85,11 +78,7 @@ class Rows:
         return part, part.numbers[number - (self._ends[place - 1] if place else 0)]
 
     def __getitem__(self, number: int) -> Row:
-        """Return a row.
-
-        Raises:
-            UnusableRow: It is not a JSON object.
-        """
+        """Return a row, or raise UnusableRow if it is not a JSON object."""
         part, own = self._find(number)
         value, why = part.values[own], ""
         if part.unit == "line":
@@ -107,20 +96,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set that was opened.
+    """A data set that was opened."""
 
-    Attributes:
-        name: As messages call it.
-        whole: It is small enough to check every row before the start.
-        fingerprint: Changes if the content does.
-        split: Its split, also if the settings name none; None: it has no splits.
-    """
-
-    name: str
+    name: str  # as messages call it
     rows: Rows
-    whole: bool
-    fingerprint: str
-    split: str | None = None
+    whole: bool  # small enough to check every row before the start
+    fingerprint: str  # changes if the content does
+    split: str | None = None  # also if the settings name none; None: it has no splits
 
     def checked(self) -> range:
         """Return the numbers of the rows to check before the start."""
@@ -128,11 +110,7 @@ class Data:
 
 
 def read_data(config: DataConfig) -> tuple[Data, Data | None]:
-    """Return the data set of the settings, and that of `held_out_split` if it is set.
-
-    Raises:
-        ConfigError: It does not exist, can't be read, or has no rows.
-    """
+    """Return the data set of the settings, and that of `held_out_split` if it is set; raise as `read_source`."""
     assert config.path is not None, "the environment asks for --data first"
     field, flag = f"--data {config.path}", "--data.held_out_split"
     data = read_source(field, config.path, config.split, config.subset)
@@ -158,8 +136,7 @@ def read_source(
 ) -> Data:
     """Return one data set: a file, a folder, or a name on the hub. `field` and `split_flag` are for messages.
 
-    Raises:
-        ConfigError: As of `read_data`.
+    Raise a ConfigError if it does not exist, can't be read, or has no rows.
     """
     path = expanded(name)
     if not name.strip():
@@ -290,10 +267,9 @@ def _table_rows(field: str, table: Any) -> Rows:
 
 
 def _json_rows(field: str, files: Mapping[str, Path], *, whole: bool) -> Rows:
-    """Return the rows of JSON files, by their names in a folder. All of them, or the first ones, are checked.
+    """Return the rows of JSON files, by their names in a folder; raise ConfigError for one that is no JSON object.
 
-    Raises:
-        ConfigError: One of them is not a JSON object.
+    All of them, or the first ones, are checked.
     """
     parts = [_json_part(f"{field}/{name}" if name else field, name, path) for name, path in files.items()]
     rows, columns = Rows(field, parts), dict[str, None]()
@@ -337,12 +313,8 @@ def _json_part(field: str, name: str, path: Path) -> Part:
 
 
 def _decode(text: bytes) -> Any:
-    """Return what JSON says.
-
-    Raises:
-        ValueError: It is not JSON, not UTF-8, or has half a surrogate pair, which can't be written again.
-        RecursionError: It is nested too deeply.
-    """
+    """Return what JSON says. Raise RecursionError if it is nested too deeply, ValueError if it is not JSON, not UTF-8,
+    or has half a surrogate pair, which can't be written again."""
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -355,14 +327,10 @@ def _decode(text: bytes) -> Any:
 
 
 def _load(field: str, load: Callable[..., Any], path: Path | None, options: Mapping[str, Any] | None = None) -> Any:
-    """Return what a function of `datasets` loads.
+    """Return what a function of `datasets` loads; a ConfigError has the library's message.
 
-    Args:
-        options: of CSV files. pandas reads them in pieces of 2^18 rows or less, each with its own types; where these
-            differ, its slower parser reads all rows at once.
-
-    Raises:
-        ConfigError: It can't be loaded; the message is the library's.
+    `options` are of CSV files. pandas reads them in pieces of 2^18 rows or less, each with its own types; where these
+    differ, its slower parser reads all rows at once.
     """
     if path is not None and any(mark in str(path.absolute()) for mark in MARKS):
         raise ConfigError(
@@ -442,29 +410,18 @@ Prompt = str | list[Message]
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns are used.
+    """Which columns are used."""
 
-    Attributes:
-        prompt: Column of the prompt; None if there is a template, or if a row is a task without a prompt.
-        template: Text with columns in braces; None if there is a column.
-        answer: Column of the right answer; None: no column is.
-        as_messages: Prompts are messages in the data set.
-    """
-
-    prompt: str | None
-    template: str | None
-    answer: str | None
-    as_messages: bool
+    prompt: str | None  # None if there is a template, or if a row is a task without a prompt
+    template: str | None  # text with columns in braces; None if there is a column
+    answer: str | None  # column of the right answer, if there is one
+    as_messages: bool  # prompts are messages in the data set
 
     @classmethod
     def of(cls, config: DataConfig, data: Data, *, prompts: bool = True) -> Columns:
         """Return the columns that the settings name, or the first ones that exist of the usual names.
 
-        Args:
-            prompts: False: a row is a task, and needs no prompt.
-
-        Raises:
-            ConfigError: There is no such column.
+        Raise a ConfigError if there is none. Without `prompts` a row is a task, and needs no prompt.
         """
         there = data.rows.columns
         answer = _chosen("--data.answer_column", config.answer_column, ANSWER_COLUMNS, there)
@@ -488,8 +445,7 @@ class Columns:
     def prompt_of(self, row: Row) -> Prompt:
         """Return a row's prompt. An answer of the assistant at its end is left out.
 
-        Raises:
-            UnusableRow: The row has none, or one of another kind than the others; the field is the column.
+        Raise UnusableRow, whose field is the column, if there is none, or one of another kind than the others.
         """
         if self.template is not None:
             for name in _names_in(self.template):
@@ -506,12 +462,9 @@ class Columns:
         return value
 
     def answer_of(self, row: Row) -> str | None:
-        """Return a row's right answer as text; None if it has none, or an empty one.
+        """Return a row's right answer as text; None if it has none, or an empty one. Other values are an UnusableRow.
 
         Of a solution whose last line is `#### X`, or ends in `#### 18`, a number, it is what stands after the hashes.
-
-        Raises:
-            UnusableRow: It is something else than text or a number.
         """
         if self.answer is None or (value := row[self.answer]) is None:
             return None

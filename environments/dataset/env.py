@@ -99,7 +99,6 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         return [DataSet(each.name, len(each.rows), each.fingerprint) for each in read]
 
     async def close(self) -> None:
-        """Stop the judges."""
         if self._judge is not None:
             await self._judge.close()
 
@@ -146,11 +145,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         return 2 * found > len(numbers)
 
     def _prompt(self, data: Data, number: int) -> tuple[Row, Prompt]:
-        """Return a row, and its prompt as it is in the data set.
-
-        Raises:
-            UnusableRow: The row has no prompt, or no right answer of the kind that is wanted.
-        """
+        """Return a row, and its prompt as it is in the data set; raise UnusableRow if it has none."""
         row, where = data.rows[number], f"--data {data.name}, {data.rows.place(number)}"
         try:
             return row, self.columns.prompt_of(row)
@@ -165,11 +160,9 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         return [{"role": "user", "content": prompt}] if self._chat and isinstance(prompt, str) else prompt
 
     def right_answer(self, item: int) -> str | None:
-        """Return the right answer of a row, if it has one."""
         return self.columns.answer_of(self._source.rows[item])
 
     def prompt(self, item: int) -> str | list[Message]:
-        """Return the prompt of a row."""
         return self._asked(self._prompt(self._source, item)[1])
 
     # ------------------------------------------------------------ rows
@@ -177,10 +170,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     def _usable(self, data: Data) -> Sequence[int]:
         """Return the numbers of the rows whose prompts leave room for an answer.
 
-        Of large data only the first rows are checked: the others are when they are drawn.
-
-        Raises:
-            ConfigError: A row has no prompt, or none has one that leaves room.
+        Of large data only the first rows are checked: the others are when they are drawn. Raise a ConfigError if a row
+        has no prompt, or if no prompt leaves room.
         """
         room, fitting, longest, skipped = self.config.max_token_length, array("Q"), 0, 0
         shortest: Prompt = [{"role": "user", "content": "1"}] if self.columns.as_messages else self._asked("1")

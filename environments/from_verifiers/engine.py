@@ -31,20 +31,12 @@ class _Generate(msgspec.Struct):
 
 
 class Engine(Loopback):
-    """Serves `/inference/v1/generate` and `/v1/models`.
-
-    Attributes:
-        turns: the completions of each rollout that is not over, by the id of its trace.
-    """
+    """Serves `/inference/v1/generate` and `/v1/models`."""
 
     def __init__(self, server: Inference, max_length: int, stops: Sequence[int] = ()) -> None:
-        """Make a server that forwards to `server`.
-
-        Args:
-            max_length: limit of a sequence (prompt and completion), in tokens.
-            stops: tokens at which answers end in addition to those of a request.
-        """
+        """Forward to `server`, within `max_length` tokens of a sequence. Answers also end at `stops`."""
         self.turns: defaultdict[str, list[Completion]] = defaultdict(list)
+        """The completions of each rollout that is not over, by the id of its trace."""
         self._client, self._max_length, self._stops = server, max_length, tuple(stops)
         routes = [
             Route("/inference/v1/generate", self._generate, methods=["POST"]),

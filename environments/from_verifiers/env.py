@@ -34,7 +34,7 @@ from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion
 from environments.running.evaluation import examine_each
-from environments.trajectory import Message, Trajectory, group_without_failed
+from environments.trajectory import Message, Trajectory, group_without_failed, oldest_version
 from grpo_common.errors import UserError
 from vllm_server.protocol.routed_experts import joined
 
@@ -82,7 +82,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             self._serving.result()
 
     async def close(self) -> None:
-        """Stop the environment's servers."""
         if self._serving is not None:
             self._over.set()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -116,7 +115,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             ) from None
 
     def _tasks(self) -> tuple[Iterator[Any], list[Any]]:
-        """Return the training tasks and the evaluation tasks."""
         taskset, count = self.environment.taskset, self.config.eval_tasks
         if not taskset.bounded:
             stream = iter(taskset)
@@ -134,9 +132,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     async def collect_trajectories(self, item: Any) -> wire.ScoredData | None:
         """Return `group_size` rollouts of a task. One that fails, also when it is retried, is lost alone.
 
-        Raises:
-            RolloutFailed: All of them failed. Errors are raised only after all rollouts have ended: the library's may
-                hang when they are cancelled.
+        Errors are raised only after all rollouts have ended: the library's may hang when they are cancelled.
         """
         plays = (self._play(item) for _ in range(self.config.group_size))
         played = await asyncio.gather(*plays, return_exceptions=True)
@@ -166,7 +162,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
                 episode = await self.environment.run_episode(task, self.context)
             turns = {trace.id: self.engine.turns.pop(trace.id, []) for trace in episode.traces}
             trace = self._trained(episode)
-            if trace is not None and _is_sound(trace):
+            if trace is not None:
                 self.measures.add("failed", 0.0)
                 self.measures.add("turns", trace.num_turns)
                 rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
@@ -180,25 +176,32 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         raise RolloutFailed(field=f"a rollout of {self.config.env_id}", got=trouble)
 
     def _trained(self, episode: Any) -> Any | None:
-        """Return the trace to train on: that of the only trainable agent, or of the named one."""
+        """Return the trace to train on: that of the only trainable agent, or of the named one. None: it has no tokens
+        of the policy, or no score. A trace that ran out of room has one."""
         wanted = self.config.agent
         traces = [t for t in episode.traces if t.agent.trainable and wanted in (None, t.agent.name)]
         names = sorted({trace.agent.name for trace in traces})
         if len(names) > 1:
             wanted = f"one of {', '.join(names)}, whose turns are trained"
             raise ConfigError("is not set", field="--env.agent", wanted=wanted)
-        return traces[-1] if traces else None
+        if not traces or _branch(traces[-1]) is None:
+            return None
+        trace = traces[-1]
+        ran_out_of_room = bool(trace.errors) and "maximum context length" in trace.errors[-1].message
+        return trace if trace.ok or trace.is_truncated or ran_out_of_room else None
 
     def _trajectory(self, trace: Any, turns: Sequence[Completion]) -> Trajectory:
         """Return the branch of the conversation that has most of the policy's tokens."""
         branch = _branch(trace)
         assert branch is not None, "an unsound trace is retried"
         tokens, sampled = list(branch.token_ids), branch.sampled_mask
-        versions = [turn.policy_version for turn in turns]
-        known = [version for version in versions if version is not None]
         experts = [(turn.prompt_token_ids + turn.token_ids, turn.routed_experts) for turn in turns]
         experts.sort(key=lambda turn: len(turn[0]))
-        messages = [_as_message(message) for message in branch.messages] if self.config.include_messages else []
+        messages: list[Message] = []
+        for message in branch.messages if self.config.include_messages else ():
+            fields = message.model_dump(exclude_none=True)
+            calls = "".join(f"\n[{call['name']} {call['arguments']}]" for call in fields.get("tool_calls", []))
+            messages.append({**fields, "content": f"{fields.get('content', '')}{calls}"})
         return Trajectory(
             tokens=tokens,
             trained=sampled,
@@ -206,7 +209,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
                 logprob if own else wire.MASKED_LOGPROB for logprob, own in zip(branch.logprobs, sampled, strict=True)
             ],
             score=trace.reward,
-            policy_version=min(known) if known and len(known) == len(versions) else None,
+            policy_version=oldest_version([turn.policy_version for turn in turns]),
             messages=messages,
             temperature=turns[-1].temperature if turns else self.config.temperature,
             cuts={name: value for turn in turns for name, value in turn.cuts.items()},
@@ -218,16 +221,3 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
 def _branch(trace: Any) -> Any | None:
     branches = [branch for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
     return max(branches, key=lambda branch: sum(branch.sampled_mask), default=None)
-
-
-def _is_sound(trace: Any) -> bool:
-    """Return whether the trace has tokens of the policy and a score. A trace that ran out of room counts, too."""
-    ran_out_of_room = bool(trace.errors) and "maximum context length" in trace.errors[-1].message
-    return _branch(trace) is not None and (trace.ok or trace.is_truncated or ran_out_of_room)
-
-
-def _as_message(message: Any) -> Message:
-    """Return a message for people to read; it shows tool calls as text, too."""
-    fields = message.model_dump(exclude_none=True)
-    calls = "".join(f"\n[{call['name']} {call['arguments']}]" for call in fields.get("tool_calls", []))
-    return {**fields, "content": f"{fields.get('content', '')}{calls}"}

@@ -26,17 +26,12 @@ LONGEST_ANSWER: Final = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judgement of one answer.
-
-    Attributes:
-        strict: It is right, in the form that was asked for.
-        lenient: It is right, in any form.
-        judged: The judge finished. An unjudged answer counts as wrong.
-    """
+    """The judgement of one answer: whether it is right in the form that was asked for, or in any form."""
 
     strict: bool
     lenient: bool
     judged: bool = True
+    """Whether the judge finished. An unjudged answer counts as wrong."""
 
 
 UNJUDGED: Final = Verdict(strict=False, lenient=False, judged=False)
@@ -46,19 +41,12 @@ class MathJudge:
     """A few worker processes (`environments.maths.judge_worker`); each judges one answer, or searches a group's
     answers, at a time.
 
+    A worker that takes more than `limit_s` seconds is killed, and its answer stays unjudged.
     Threads wait for them: a process of asyncio that is cancelled during its start keeps its event loop from ending.
-
-    Attributes:
-        limit_s: seconds after which a worker is killed and its answer stays unjudged.
-        running: the running workers.
     """
 
     def __init__(self, workers: int = 2, limit_s: float = 10.0) -> None:
-        """Check the installation; workers start with the first answers.
-
-        Raises:
-            ConfigError: math-verify is not installed.
-        """
+        """Raise a ConfigError if math-verify is not installed; workers start with the first answers."""
         if find_spec("math_verify") is None:
             raise ConfigError(
                 "is not installed; it judges the answers", field="math-verify", fix="pip install 'math-verify>=0.8'"
@@ -75,11 +63,7 @@ class MathJudge:
         return Verdict(**json.loads(reply)) if reply else UNJUDGED
 
     async def search(self, pattern: str, texts: Sequence[str]) -> list[bool]:
-        """Return for each text whether a regular expression is found in it.
-
-        Raises:
-            TimeoutError: The worker did not finish within `limit_s`.
-        """
+        """Return for each text whether a regular expression is found in it; raise TimeoutError after `limit_s`."""
         reply = await self._reply({"pattern": pattern, "texts": list(texts)})
         if not reply:
             raise TimeoutError(f"no result within {self.limit_s:g} s")
@@ -133,7 +117,6 @@ class MathJudge:
             await in_thread(_finish, worker)
 
     async def close(self) -> None:
-        """Stop the workers."""
         for worker in list(self.running):
             await self._end(worker)
 

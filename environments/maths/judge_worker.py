@@ -36,7 +36,6 @@ PR_SET_PDEATHSIG: Final = 1
 
 
 def equal(gold: list[Any], text: str) -> bool:
-    """Return whether math-verify finds the gold answer in a text."""
     configs = (LatexExtractionConfig(), ExprExtractionConfig())
     found = parse(text, extraction_config=configs, parsing_timeout=PATIENCE_S)
     return bool(verify(gold, found, timeout_seconds=PATIENCE_S))
@@ -58,7 +57,6 @@ def judge(gold: str, answer: str, form: AnswerForm) -> dict[str, bool]:
 
 
 def search(pattern: str, texts: list[str]) -> dict[str, list[bool]]:
-    """Return for each text whether the pattern is found in it."""
     return {"found": [re.search(pattern, text) is not None for text in texts]}
 
 

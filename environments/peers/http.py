@@ -52,11 +52,7 @@ class Peer:
     A request that fails temporarily (no connection, time-out, 5xx, 429) is repeated for up to `patience` seconds. The
     log reports the wait when it begins, every half minute, and when it is over; as a warning only once half of the
     patience is used up, because a server that starts, or restarts on new weights, is away for a while.
-
-    Args:
-        name: the server's name in messages.
-        timeout: seconds that the server may be silent in one attempt.
-        connections: limit of concurrent connections; further requests wait.
+    A server may be silent for `timeout` seconds in one attempt. Further requests than `connections` wait.
     """
 
     def __init__(
@@ -91,9 +87,7 @@ class Peer:
     ) -> Answer:
         """Return the answer, as soon as there is one. The body is `json`, encoded, or `content`, unchanged.
 
-        Raises:
-            PeerGone: No answer within the patience.
-            PeerRefused: The answer was a permanent error.
+        Raise PeerGone if there is none within the patience, and PeerRefused if it is a permanent error.
         """
         if json is not None:
             content, headers = msgspec.json.encode(json), {"Content-Type": "application/json", **(headers or {})}
@@ -119,7 +113,6 @@ class Peer:
         return answer
 
     async def close(self) -> None:
-        """Close the connections."""
         http, self._http = self._http, None
         if http is not None:
             await http.close()

@@ -185,14 +185,11 @@ class _Completions(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CompletionsServer:
-    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`.
-
-    Attributes:
-        raw_logprobs: Its logprobs are the model's own, at temperature 1, whatever the sampling temperature.
-    """
+    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`."""
 
     model: str
     raw_logprobs: bool = False
+    """Whether its logprobs are the model's own, at temperature 1, whatever the sampling temperature."""
 
     async def generate(self, peer: Peer, prompt: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Use `POST /v1/completions`, with the prompt as ids."""
@@ -243,10 +240,7 @@ Kind = GrpoServer | CompletionsServer
 async def detect(peer: Peer, model: str | None) -> Kind:
     """Detect the kind of a server; wait for a server that does not answer yet.
 
-    Raises:
-        PeerGone: It did not answer within the patience.
-        PeerRefused: It requires another key.
-        PeerError: It is not a known kind of inference server.
+    Raise PeerGone after the patience, PeerRefused if it requires another key, and PeerError if its kind is unknown.
     """
     if "boot_id" in (info := await _get(peer, "/bridge/info")):
         check_format(f"the inference server at {peer.url}", info, FORMAT, PeerError)
@@ -287,8 +281,7 @@ class InferenceClient:
     def __init__(self, config: ServerConfig, *, patience: float, name: str = "the inference server") -> None:
         """`patience`: seconds that the server may be away. `base_url` may end in ``/v1``, as for OpenAI's clients.
 
-        Raises:
-            ConfigError: An OpenAI-compatible server needs a model's name.
+        Raise a ConfigError for `server_type = "openai"` without a model's name.
         """
         self._model = config.model_name
         self._kind: Kind | None = None
@@ -334,24 +327,13 @@ class InferenceClient:
         return completions
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """Return, for each position but the first, the `top_k` likeliest tokens and the actual one.
-
-        Raises:
-            PeerError: As for `generate`.
-        """
+        """Return for each position but the first the `top_k` likeliest tokens and the actual one."""
         kind = await self._known_kind()
         async with self._slots:
             return await kind.prompt_logprobs(self._peer, token_ids, top_k)
 
     async def ask(self, path: str, body: dict[str, Any]) -> Answer:
-        """Return the answer to a request of OpenAI's API, such as `/v1/chat/completions`.
-
-        Args:
-            body: without `model`.
-
-        Raises:
-            PeerError: As for `generate`.
-        """
+        """Return the answer to a request of OpenAI's API, whose body has no `model`; raise as `generate`."""
         kind = await self._known_kind(body.get("temperature", 1.0))
         body = body if kind.model is None else {**body, "model": kind.model}
         async with self._slots:
@@ -362,29 +344,19 @@ class InferenceClient:
         return answer
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._detecting is not None:
             self._detecting.cancel()
         await self._peer.close()
 
     async def detected(self) -> Kind:
-        """Return the kind of the server. Requests that wait for it share one detection, and its error.
-
-        Raises:
-            PeerError: As `detect`.
-        """
+        """Return the kind of the server. Requests that wait for it share one detection, and its error."""
         if self._kind is None:
-            if self._detecting is None:
-                self._detecting = asyncio.create_task(detect(self._peer, self._model))
-                self._detecting.add_done_callback(self._note_kind)
-            kind = await asyncio.shield(self._detecting)  # a request that is given up leaves it to the others
-            self._kind = self._kind or kind  # it is not noted yet if the detection ended in this turn of the loop
+            known = self._detecting
+            if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
+                known = self._detecting = asyncio.create_task(detect(self._peer, self._model))
+            kind = await asyncio.shield(known)  # a request that is given up leaves it to the others
+            self._kind = self._kind or kind  # which another one may have changed meanwhile
         return self._kind
-
-    def _note_kind(self, detecting: asyncio.Task[Kind]) -> None:
-        self._detecting = None
-        if not detecting.cancelled() and detecting.exception() is None:
-            self._kind = self._kind or detecting.result()
 
     async def _known_kind(self, temperature: float = 1.0) -> Kind:
         """Return the kind; warn once if its logprobs are not those of this temperature."""
@@ -428,11 +400,9 @@ class Teacher:
     async def annotate(self, group: wire.ScoredData) -> wire.ScoredData:
         """Return the group with the teacher's likeliest tokens at each trained position.
 
-        The group's `group_overrides` may change this, as in Atropos: `teacher_top_k`, `skip_teacher_top_k`.
-
-        Raises:
-            ConfigError: The teacher's server returns no logprobs of a prompt.
-            PeerError: The server is gone, or refuses; its limit must be one token longer than the policy's sequences.
+        The group's `group_overrides` may change this, as in Atropos: `teacher_top_k`, `skip_teacher_top_k`. The limit
+        of the server's sequences must be one token longer than the policy's. Raise ConfigError if it returns no
+        logprobs of a prompt, and PeerError if it is gone, or refuses.
         """
         overrides: dict[str, Any] = group.group_overrides or {}
         top_k = int(overrides.get("teacher_top_k", self._top_k))
@@ -447,7 +417,6 @@ class Teacher:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._server.close()
 
     async def _likeliest(self, tokens: list[int], mask: list[int], top_k: int) -> list[TopK]:

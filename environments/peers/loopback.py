@@ -16,7 +16,6 @@ class Loopback:
     """Serves an application on a free port of 127.0.0.1."""
 
     def __init__(self, app: Starlette) -> None:
-        """Start nothing yet."""
         self.app = app
         config = uvicorn.Config(
             app, host="127.0.0.1", port=0, log_level="warning", lifespan="off", access_log=False,
@@ -37,7 +36,6 @@ class Loopback:
         return f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/v1"
 
     async def close(self) -> None:
-        """Stop."""
         self._server.should_exit = self._server.force_exit = True
         if self._serving is not None:
             await self._serving

@@ -24,10 +24,7 @@ class NotRegistered(PeerError):
 
 
 class RolloutApi:
-    """Client of the rollout API for one environment.
-
-    Answers and groups are MessagePack.
-    """
+    """Client of the rollout API for one environment. Answers and groups are MessagePack."""
 
     def __init__(self, config: BaseEnvConfig) -> None:
         self._config = config
@@ -50,17 +47,12 @@ class RolloutApi:
         return answer
 
     async def info(self) -> wire.Info:
-        """Return the trainer's batch size and longest sequence."""
         return await self._ask("GET", "/info", wire.Info)
 
     async def status(self, env_id: int, *, wait: float = 0.0, seen: str = "") -> wire.StatusEnv:
-        """Return the trainer's step and the queue's state.
+        """Return the trainer's step and the queue's state, or raise NotRegistered.
 
-        Args:
-            wait: seconds to wait for a change since the answer that had this `seen`.
-
-        Raises:
-            NotRegistered: The API does not know `env_id`.
+        Wait up to `wait` seconds for a change since the answer that had this `seen`.
         """
         path = f"/status-env?wait={wait:g}&seen={seen}"
         try:
@@ -71,12 +63,9 @@ class RolloutApi:
             raise
 
     async def post(self, group: wire.ScoredData) -> None:
-        """Post one scored group; retry until the patience runs out.
+        """Post one scored group; retry until the patience runs out. Raise PeerRefused if the API refuses it.
 
         Every post has an idempotency key. If its answer is lost and it is repeated, it counts once.
-
-        Raises:
-            PeerRefused: The API refuses the group.
         """
         body = wire.encode_group(group, wire.MSGPACK)
         headers = {"Content-Type": wire.MSGPACK, "Idempotency-Key": uuid.uuid4().hex}
@@ -97,7 +86,6 @@ class RolloutApi:
         await self._ask("POST", "/disconnect-env", wire.DisconnectResponse, body, patience)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._peer.close()
 
     async def _ask(

@@ -58,11 +58,9 @@ class ListedServers:
     A request to a server that does not answer, or that leaves the list, is asked again at another one. While the list
     is empty, or no server answers, requests wait.
 
-    Args:
-        config: settings of every server. Its `roster` is the run's folder of servers (`grpo_common.roster`); without
-            it, the servers are those of its `base_url`, and none leaves or joins.
-        patience: seconds that the list may be empty, that no server may say its kind, or that none may answer a request
-            after the first did not.
+    `config.roster` is the run's folder of servers (`grpo_common.roster`); without it, the servers are those of
+    `config.base_url`, and none leaves or joins. `patience` is how many seconds the list may be empty, no server may say
+    its kind, or none may answer a request after the first did not.
     """
 
     def __init__(self, config: ServerConfig, *, patience: float) -> None:
@@ -73,18 +71,15 @@ class ListedServers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """Return `n` completions, all of one server and one policy version."""
         return await self._ask(n, lambda client: client.generate(prompt_token_ids, n, sampling))
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         return await self._ask(1, lambda client: client.prompt_logprobs(token_ids, top_k))
 
     async def ask(self, path: str, body: dict[str, Any]) -> Answer:
-        """Return the answer of one server to a request of OpenAI's API."""
         return await self._ask(1, lambda client: client.ask(path, body))
 
     async def close(self) -> None:
-        """Close the connections."""
         for task in (self._watching, *(server.detecting for server in self._servers.values())):
             if task is not None:
                 task.cancel()
@@ -116,11 +111,7 @@ class ListedServers:
                 await asyncio.sleep(random.uniform(0.5, 1.0) * AWAY_S)
 
     async def _free_server(self) -> _Server:
-        """Return the server with the fewest completions in flight; wait for one if there is none.
-
-        Raises:
-            PeerGone: there was none for longer than the patience.
-        """
+        """Return the server with the fewest completions in flight; wait for one, and raise PeerGone if none comes."""
         if self._watching is None:
             self._read_list()
             self._watching = asyncio.create_task(self._watch())

@@ -31,7 +31,7 @@ from environments.running.groups import UNSCORED_IN_A_ROW, EnvironmentFailed, Gr
 from environments.running.metrics import open_lines
 from environments.running.runner import Runner, until
 from environments.running.trial import fail_and_exit, report, try_out
-from environments.scoring import ScoreTimeout, watch_loop
+from environments.scoring import ScoreTimeout, gathered, watch_loop
 from environments.tokenizers import load_tokenizer
 from environments.trajectory import trained_tokens
 from grpo_common.formats import FormatError
@@ -65,9 +65,8 @@ CALLED_AS: Final = "GRPO_CALLED_AS"
 def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 failed, 2 wrong command line.
 
-    Args:
-        arguments: given by Python code, such as a notebook's cell, which gets `SystemExit`: its process is not ended
-            from another thread or a signal handler. None: the process is this command's, and so are its arguments.
+    Python code, such as a notebook's cell, gives `arguments` and gets `SystemExit`: its process is not ended from
+    another thread or a signal handler. None: the process is this command's, and so are its arguments.
     """
     module = inspect.getmodule(env_cls)
     by_module = f"python -m {module.__spec__.name}" if module is not None and module.__spec__ is not None else ""
@@ -196,12 +195,8 @@ def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
 
 
 async def process(env: BaseEnv[Any, Any], groups: int) -> None:
-    """Write `groups` scored groups to the file in the settings.
-
-    Raises:
-        ConfigError: No file is set, or it cannot be written.
-        EnvironmentFailed: There are not enough items.
-    """
+    """Write scored groups to the file in the settings. Raise ConfigError if it can't be written, EnvironmentFailed if
+    there are not enough items."""
     path = env.config.data_path_to_save_groups
     if path is None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
@@ -226,12 +221,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
             if not items:
                 got, wanted = f"{len(written)} groups", f"{groups} groups"
                 raise EnvironmentFailed("no more items", field=env.name, got=got, wanted=wanted)
-            making = [asyncio.create_task(make(item)) for item in items]
-            try:
-                await asyncio.gather(*making)
-            finally:
-                for task in making:
-                    task.cancel()
+            await gathered(map(make, items))
             unused = unused + len(items) if len(written) == before else 0
             if unused >= UNSCORED_IN_A_ROW:  # a trainer would wait for better ones; here nobody sees it
                 raise EnvironmentFailed(f"nothing came of {unused} groups in a row", field=env.name, got=dict(dropped))
@@ -245,11 +235,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
 
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:
-    """Print the environment's metrics as one line of JSON.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Print the environment's metrics as one line of JSON, or raise ConfigError if it has none."""
     await set_up(env)
     if not (metrics := await env.evaluate()):
         field, fix = f"{env.name}: evaluate()", "write evaluate(self)"

@@ -31,10 +31,7 @@ async def examine_each(
 ) -> tuple[list[Found], dict[str, float]]:
     """Return the results of the rows that did not fail, in their order, and as metrics how many failed: `rows_failed`.
 
-    Raises:
-        ConfigError: The settings are wrong; the other rows are cancelled.
-        PeerError: The server is gone; the other rows are cancelled.
-        EnvironmentFailed: Every row failed.
+    Raise EnvironmentFailed if every row failed. A ConfigError or a PeerError cancels the other rows.
     """
     found: dict[int, Found] = {}
     waiting = iter(enumerate(rows))

@@ -53,11 +53,7 @@ class EnvironmentFailed(PeerError):
 
 
 def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> str | None:
-    """Return why a group must not be used; None if it may be.
-
-    Args:
-        max_token_len: the trainer's longest sequence; -1: there is no limit.
-    """
+    """Return why a group must not be used; None if it may be. `max_token_len` is as of `GroupMaker`."""
     expected = (group.group_overrides or {}).get("group_size", config.group_size)
     overrides = group.overrides or [{} for _ in group.tokens]
     if len(group.tokens) != expected:
@@ -115,18 +111,11 @@ class GroupMaker:
     """Makes the groups of `serve` and `process`.
 
     Lost are groups that the environment, or what it asks, could not make. Dropped are also groups of no use (all scores
-    equal): the task may be too easy or too hard, but the environment works.
-
-    Args:
-        dropped: counts dropped groups by reason.
-
-    Attributes:
-        max_token_len: the trainer's longest sequence; -1: there is no limit.
-        share: of the completions of recent groups, how many run at the same time.
+    equal): the task may be too easy or too hard, but the environment works. Both are counted in `dropped`, by reason.
     """
 
     def __init__(self, env: BaseEnv[Any, Any], dropped: Counter[str]) -> None:
-        self.max_token_len = -1
+        self.max_token_len = -1  # the trainer's longest sequence; -1: there is no limit
         self.share = RunningShare()
         self._env = env
         self._dropped = dropped
@@ -139,9 +128,8 @@ class GroupMaker:
     async def make(self, item: Any) -> wire.ScoredData | None:
         """Return the item's group for the trainer; None if there is none, which is counted.
 
-        Raises:
-            ConfigError, PeerError: The settings are wrong, or the server is gone.
-            EnvironmentFailed: One group after another was lost, or has no reward.
+        Raise ConfigError for wrong settings, PeerError if the server is gone, and EnvironmentFailed if one group after
+        another was lost, or has no reward.
         """
         env, reason, seconds = self._env, None, self._env.config.group_timeout
         late = GroupTimeout(
@@ -194,11 +182,7 @@ class GroupMaker:
         return group if reason is None else None
 
     def lose(self, reason: str, trouble: object, *, is_logged: bool = False) -> None:
-        """Count a lost group; the first one of a reason since the last step is logged.
-
-        Raises:
-            EnvironmentFailed: One group after another was lost.
-        """
+        """Count a lost group, and log the first one of a reason; raise EnvironmentFailed after `LOST_IN_A_ROW`."""
         if not is_logged and not self._dropped[reason]:
             log.warning("%s", trouble)
         self._dropped[reason] += 1

@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 def open_lines(option: str, path: Path, mode: Literal["a", "x"] = "a") -> TextIO:
     """Open a JSONL file to append to (`a`), or create a new one (`x`). Each line survives a crash of this process.
 
-    Raises:
-        ConfigError: It can't be written, or should be new and exists; the message names the option.
+    Raise a ConfigError, which names the option, if it can't be written, or should be new and exists.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,24 +33,16 @@ def open_lines(option: str, path: Path, mode: Literal["a", "x"] = "a") -> TextIO
 
 
 class Reporter:
-    """Counts an environment's work since the trainer's last step, and reports it when the next step is there.
-
-    Attributes:
-        name: prefix of each metric's name in the file.
-        file: one JSON object a line, the step and the metrics; None: there is none.
-        groups: groups that were sent.
-        dropped: groups that were not, by reason.
-    """
+    """Counts an environment's work since the trainer's last step, and reports it when the next step is there."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.file: TextIO | None = None
-        self.groups = 0
-        self.dropped = Counter[str]()
+        self.name = name  # prefix of each metric's name in the file
+        self.file: TextIO | None = None  # one JSON object a line: the step and the metrics
+        self.groups = 0  # that were sent
+        self.dropped = Counter[str]()  # groups that were not, by reason
         self._scores, self._lengths, self._versions = list[float](), list[int](), Counter[int]()
 
     def add(self, group: wire.ScoredData) -> None:
-        """Count a group that was sent."""
         self.groups += 1
         self._scores += wire.counted_scores(group)
         self._lengths += [trained_tokens(mask) for mask in group.masks]
@@ -84,7 +75,6 @@ class Reporter:
             counts.clear()
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Write metrics to the file."""
         if self.file is not None:
             named = {f"{self.name}/{key}": value for key, value in metrics.items()}
             self.file.write(json.dumps({KEY: ROWS_FORMAT, "step": step, **named}, default=float) + "\n")

@@ -21,32 +21,22 @@ RECENT_GROUPS = 32
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the trainer sets.
+    """What the trainer sets."""
 
-    Attributes:
-        batch_size: Sequences in its batch.
-        last_step: Its last step; -1: there is none.
-        max_staleness: Limit of a group's staleness in versions when it is trained on; None: there is none.
-    """
-
-    batch_size: int
-    last_step: int = -1
-    max_staleness: int | None = None
+    batch_size: int  # in sequences
+    last_step: int = -1  # -1: there is none
+    max_staleness: int | None = None  # of a group when it is trained on, in versions; None: there is no limit
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Groups that are generated, scored or posted.
-
-    Attributes:
-        groups: Their number.
-        oldest_step: The trainer's step when the oldest of them was started; None: there is none.
-        running_share: Mean share of a group's completions that run while the group is generated, in (0, 1].
-    """
+    """Groups that are generated, scored or posted."""
 
     groups: int = 0
     oldest_step: int | None = None
+    """The trainer's step when the oldest of them was started; None: there is none."""
     running_share: float = 1.0
+    """As of `RunningShare`, in (0, 1]."""
 
 
 class RunningShare:

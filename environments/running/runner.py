@@ -51,8 +51,7 @@ GOODBYE_S = 0.8
 async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     """Do the work, unless `stop` is set before it is done; return whether it was done.
 
-    Raises:
-        EnvironmentFailed: The work raised CancelledError, although nobody cancelled it.
+    Raise EnvironmentFailed if the work raised CancelledError, although nobody cancelled it.
     """
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
@@ -102,9 +101,8 @@ class Runner:
         """Set up, register, and work until the trainer has done its steps or there are no more items; disconnect at
         the end, also after an error.
 
-        Raises:
-            ConfigError: The settings do not fit the trainer's.
-            PeerError: The API or the server is gone or refuses, or the environment fails for every item.
+        Raise ConfigError if the settings do not fit the trainer's, and PeerError if the API or the server is gone or
+        refuses, or if the environment fails for every item.
         """
         try:
             await set_up(self.env)
@@ -240,7 +238,6 @@ class Runner:
         return groups_to_start(self._status, self._limits, self.config, in_flight)
 
     async def _group(self, number: int, item: object) -> None:
-        """Make a group and post it."""
         try:
             with lane(f"group {number}"):
                 group = await self.groups.make(item)

@@ -22,23 +22,16 @@ from grpo_common.models import find_folder
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in environment.
-
-    Attributes:
-        module: runs it.
-        settings: name of its settings class.
-        settings_module: has that class, and imports nothing heavy; empty: it is `module`.
-        is_tried: a run tries it before it starts. What it does depends on more than the settings, which are checked
-            without a trial.
-    """
+    """A built-in environment: the module that runs it, and its settings class."""
 
     module: str
     settings: str
     settings_module: str = ""
+    """Has that class, and imports nothing heavy; empty: it is `module`."""
     is_tried: bool = True
+    """A run tries it before it starts: it depends on more than the settings, which are checked without a trial."""
 
     def config(self) -> type[BaseEnvConfig]:
-        """Import and return its settings class."""
         return cast("type[BaseEnvConfig]", getattr(import_module(self.settings_module or self.module), self.settings))
 
 
@@ -66,10 +59,8 @@ def check(name: str, values: Mapping[str, object]) -> None:
     """Check the table `[env]` of an environment, which is the same as its flags `--env.KEY VALUE`.
 
     Values may be text, as typed (`"8"`). Missing required keys are left to the environment, because a run adds some.
-    The settings of a user's own environment are unknown before it runs, so they are not checked.
-
-    Raises:
-        ConfigError: A key is unknown (the nearest is suggested), or a value is not legal.
+    The settings of a user's own environment are unknown before it runs, so they are not checked. Raise as
+    `check_table`.
     """
     if name in BUILT_IN:
         check_table("env", BUILT_IN[name].config(), values)
@@ -81,10 +72,9 @@ def check_server(values: Mapping[str, object]) -> None:
 
 
 def check_data(name: str, data: Mapping[str, object], rewards: Sequence[object]) -> None:
-    """Check the tables `[data]` and `[[rewards]]`. The data set and the functions are not looked for yet.
+    """Check the tables `[data]` and `[[rewards]]`, and that the environment reads or needs them; raise as `check`.
 
-    Raises:
-        ConfigError: As for `check`; or the environment does not read them, or needs them.
+    The data set and the functions are not looked for yet.
     """
     check_table("data", DataConfig, data)
     check_table("rewards", _RewardTables, {"rewards": rewards})

@@ -23,12 +23,7 @@ CHECKPOINTS: Final = "checkpoints/*/state.json"
 
 
 class StateFiles:
-    """`FOLDER/NAME/step-N.json`, one for each step at which state was saved.
-
-    Args:
-        folder: is created with the first save.
-        name: the environment's.
-    """
+    """`FOLDER/NAME/step-N.json`, one for each step at which state was saved; the first save creates the folder."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder / re.sub(r"^\.|[^\w.-]", "_", name)
@@ -113,7 +108,6 @@ def refuse_changed(record: Path, data: Sequence[DataSet], *, allowed: bool) -> N
 
 
 def keep(record: Path, data: Sequence[DataSet]) -> None:
-    """Write the record. If that fails, log a warning and continue."""
     try:
         _write(record, {"data": [asdict(each) for each in data]})
     except OSError as error:

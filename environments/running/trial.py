@@ -26,7 +26,6 @@ from grpo_common.errors import UserError
 
 if TYPE_CHECKING:
     from environments.base import BaseEnv
-    from environments.peers.http import Answer
 from environments.peers.inference import Completion, Sampling
 
 REPORT_VARIABLE: Final = "GRPO_TRIAL_REPORT"
@@ -47,14 +46,10 @@ class NeedsServer(UserError, RuntimeError):
 class NoServer:
     """Stands in for the inference server: each request raises `NeedsServer`."""
 
-    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+    async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise NeedsServer("a trial has no server")
 
-    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        raise NeedsServer("a trial has no server")
-
-    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
-        raise NeedsServer("a trial has no server")
+    generate = prompt_logprobs = ask = _refuse
 
     async def close(self) -> None:
         return
@@ -87,12 +82,10 @@ class Report:
             watch.start()
 
     def doing(self, step: str) -> None:
-        """Begin a step."""
         self.write(doing=step, at="")
 
     @property
     def step(self) -> str:
-        """The step that was begun last."""
         return self._facts["doing"]
 
     def write(self, **facts: Any) -> None:
@@ -121,7 +114,6 @@ class Report:
 
 @cache
 def report() -> Report:
-    """Return the report of this process."""
     return Report()
 
 
@@ -133,11 +125,7 @@ def fail_and_exit(error: UserError, prog: str) -> NoReturn:
 
 
 async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> str:
-    """Try an environment, and return what was seen.
-
-    Raises:
-        ConfigError: something fails; the message has the file and the line of the user's code.
-    """
+    """Try an environment, and return what was seen; raise a ConfigError with the file and line of code that fails."""
     env: BaseEnv[Any, Any] | None = None
     doing = report().doing
     try:
