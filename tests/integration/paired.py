@@ -52,7 +52,7 @@ def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], o
     workers = int(options.get("tensor_parallel_size", 1))
     address = f"tcp://127.0.0.1:{meeting}"
     own = {"trainer_rank": str(rank), "world_size": str(len(ports) * workers), "init_method": address}
-    config = settings(model, folder, ports[::-1] if fault == "another's server" else ports, **own, **options)
+    config = settings(model, folder, ports, **own, **options)
     world = meet(config, address) if on_one_gpu else join(config, on_gpu=torch.cuda.is_available())
     seen: dict[str, Any] = {}
     try:

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.timeout(600)
 
 WIDE = 1 << 15
 """Columns of the MLP. The weights take 50 MB, so that a copy shows in a process's memory."""
-OF_PAIRS = pytest.mark.parametrize("servers", ["pairs"], indirect=True)
 OF_SHARDS = pytest.mark.parametrize("servers", ["shards"], indirect=True)
 
 
@@ -128,24 +127,6 @@ def test_a_rank_that_dies(two: SharedContract, moment: str) -> None:
 
 def test_ranks_that_differ(two: SharedContract) -> None:
     two.finds_ranks_that_differ()
-
-
-@OF_PAIRS
-def test_two_ranks_in_the_memory_of_one_server_are_refused(two: SharedContract) -> None:
-    with two.attached("another's server") as made, pytest.raises(BridgeError) as refused:
-        made.bridge.connect(0)
-    assert refused.value.field == "boot_id"
-
-
-@OF_PAIRS
-def test_servers_with_weights_of_different_versions_are_refused(two: SharedContract) -> None:
-    """The second server gets a step more, by another trainer: the pairs then hold different versions."""
-    with SharedContract(two.servers[1:], two.folder).attached() as made:
-        made.bridge.connect(0)
-        assert made.step()
-    with two.attached() as made, pytest.raises(BridgeError) as refused:
-        made.bridge.connect(0)
-    assert refused.value.field == "version"
 
 
 @OF_SHARDS
