@@ -161,16 +161,6 @@ def test_a_trainer_that_does_not_know_of_the_shards_is_refused(servers: list[Ser
 # ---------------------------------------------------------------- whole runs
 
 
-def test_a_run_of_two_pairs_resumes_with_one(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, options = tmp_path / "run", of_mode("shared_vllm")
-    run(demo_model, run_dir, **options, trainer_gpus=2)
-    done = run(demo_model, run_dir, **options, training_steps=5, resume="auto")
-    assert [row["step"] for row in done] == [1, 2, 3, 4, 5]
-    assert_fresh(done)
-    said = (run_dir / "logs" / "trainer-1.log").read_text()
-    assert "Single-copy mode active" in said and "bridge proved" in said
-
-
 def test_two_adapters_over_the_bases_of_two_servers(demo_model: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert_fresh(run(demo_model, run_dir, **of_mode("lora_only", **{"share-base": True, "trainer-gpus": 2})))

@@ -65,10 +65,6 @@ def test_ctrl_c_during_a_relaunch_ends_all_and_keeps_the_run(demo_model: Path, t
     assert newest(run_dir) == 2
 
 
-def delete_queue(run_dir: Path) -> None:
-    (run_dir / "queue.sqlite").unlink()
-
-
 def delete_run(run_dir: Path) -> None:
     """Whole, however much is written into it meanwhile."""
     run_dir.rename(run_dir.with_name("deleted"))
@@ -77,7 +73,10 @@ def delete_run(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("delete", "names"),
-    [(delete_queue, r"^api: .*--store {}/queue\.sqlite"), (delete_run, r"^--run-dir {}: ")],
+    [
+        (lambda run_dir: (run_dir / "queue.sqlite").unlink(), r"^api: .*--store {}/queue\.sqlite"),
+        (delete_run, r"^--run-dir {}: "),
+    ],
 )
 def test_run_without_queue_or_folder(
     demo_model: Path, tmp_path: Path, delete: Callable[[Path], None], names: str

@@ -183,14 +183,13 @@ def prose(page: Path) -> str:
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
-def anchors(page: Path) -> set[str]:
-    """What GitHub calls the page's headings."""
-    headings = re.findall(r"^#+ (.*)", prose(page), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
 def test_links_between_pages_lead_somewhere() -> None:
     """To a file, and to a heading of it where the link names one."""
+
+    def anchors(page: Path) -> set[str]:  # as GitHub calls the page's headings
+        headings = re.findall(r"^#+ (.*)", prose(page), flags=re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
     links = [
         (page, (page.parent / name).resolve() if name else page, anchor)
         for page in PAGES
