@@ -1,24 +1,9 @@
-"""Triton kernels without a GPU: interpreted, in a process of their own, and compiled for one that need not be there."""
+"""Triton kernels, compiled for a GPU that need not be there."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
+from collections.abc import Collection, Mapping
 from typing import Any
-
-import pytest
-
-
-@contextmanager
-def interpreting() -> Iterator[Executor]:
-    """A process in which Triton interprets: it decides that when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            pool.submit(abs, 1).result()
-            yield pool
 
 
 def compiled_for_hopper(

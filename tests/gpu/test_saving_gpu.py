@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,16 +117,9 @@ def test_checkpoint_copied_during_the_next_step(tmp_path: Path, dtype: torch.dty
     assert all(torch.equal(a, b) for a, b in zip(state(other), kept, strict=True))
 
 
-class OneBatch:
-    """A rollout API that has one batch."""
-
-    def lease(self, check_stop: Any) -> RolloutBatch:
-        return RolloutBatch("b", batch(GROUP).groups)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_batch_that_was_made_ready_lies_in_page_locked_memory(packed: bool) -> None:
-    client: Any = OneBatch()
+    client: Any = SimpleNamespace(lease=lambda check_stop: RolloutBatch("b", batch(GROUP).groups))
     device = torch.device("cuda", torch.cuda.current_device())
     make = partial(ready, config=CONFIG, packed=packed)
     with BatchFeed(client, RolloutConfig(), GroupFilter(None, str), make, lambda: None, device) as feed:

@@ -144,14 +144,6 @@ def test_a_run_with_keys_outlasts_the_time_to_be_ready(demo_model: Path, tmp_pat
 # two trainer processes: they train as one and end as one
 
 
-def follower(process_id: int) -> int:
-    """The run's second trainer process, which is started after the first."""
-    children = psutil.Process(process_id).children()
-    trainers = [child for child in children if "grpo_trainer train" in " ".join(child.cmdline())]
-    _, second = sorted(trainers, key=lambda child: (child.create_time(), child.pid))
-    return second.pid
-
-
 def test_two_processes_train_and_stop_as_one(demo_model: Path, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     with started(demo_model, run_dir, log, training_steps=500, trainer_gpus=2) as process:
@@ -171,7 +163,10 @@ def test_a_trainer_process_that_dies_ends_the_run_with_its_name(demo_model: Path
     with started(demo_model, run_dir, log, training_steps=500, trainer_gpus=2, max_restarts=0) as process:
         wait_for_step(run_dir, 1, process, log)
         members = family(process.pid)
-        os.kill(follower(process.pid), signal.SIGKILL)
+        children = psutil.Process(process.pid).children()
+        trainers = [child for child in children if "grpo_trainer train" in " ".join(child.cmdline())]
+        _, second = sorted(trainers, key=lambda child: (child.create_time(), child.pid))
+        second.kill()
         assert finished(process, log, 60) not in (0, 130), tail(log)
     assert_ended(members)
     assert re.search(r"trainer-1: .*SIGKILL", log.read_text(), re.IGNORECASE)

@@ -132,6 +132,7 @@ def test_text_prompts_are_tokenised_and_stop_strings_end_them(server: Serving) -
         ({"prompt": "1", "temperature": -1}, 422, "temperature", "non-negative"),
         ({"prompt": "1", "n": 0}, 422, "n", "at least 1"),
         ({"n": 1}, 422, "prompt or routing", "missing required field `prompt`"),
+        ({"prompt": {"prompt_tokens": [1]}}, 422, "prompt or routing", "unknown field `prompt_tokens`"),
         ({"prompt": {"prompt_token_ids": []}}, 422, "request", "empty"),
         ({"prompt": {"prompt_token_ids": [10**6]}}, 422, "request", "out of vocabulary"),
         ({"prompt": {"prompt_token_ids": [5] * 600}}, 422, "request", "512"),

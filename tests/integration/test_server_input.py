@@ -84,6 +84,8 @@ def refused(server: Serving, route: str, body: object) -> str:
     [
         ({"seed": 2**70}, "seed"),
         ({"seed": 2**70, "stream": True}, "seed"),
+        ({"prompt": {"prompt_token_ids": [1, 2**63]}}, "prompt"),
+        ({"stop_token_ids": [[2**64]]}, "stop_token_ids"),
         ({"logit_bias": {str(2**70): 1}}, "request"),
         ({"policy_version": 10**30}, "policy_version"),
         ({"extra_args": {"kv_transfer_params": 3}}, "request"),

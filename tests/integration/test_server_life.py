@@ -25,11 +25,6 @@ from tests.processes import ROOT, alive, family, tail, wait_for
 pytestmark = pytest.mark.timeout(400)
 
 
-def ask_in_vain(server: Serving, stream: bool) -> None:
-    with contextlib.suppress(httpx.HTTPError):
-        server.post("/generate", {"prompt": "1", "max_tokens": 200, "stream": stream})
-
-
 def running_requests(server: Serving) -> int:
     return sum(version["in_flight"] for version in server.get("/lora/status").json()["versions"])
 
@@ -47,7 +42,12 @@ def test_the_key_is_asked_for_and_sigterm_ends_the_whole_of_it_with_requests_run
 
         server.publish()
         assert server.post("/bridge/pause", b"").status_code == 200  # so that they still run when the signal comes
-        waiting = [threading.Thread(target=ask_in_vain, args=(server, stream)) for stream in (True, False)]
+
+        def ask_in_vain(stream: bool) -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                server.post("/generate", {"prompt": "1", "max_tokens": 200, "stream": stream})
+
+        waiting = [threading.Thread(target=ask_in_vain, args=(stream,)) for stream in (True, False)]
         for thread in waiting:
             thread.start()
 

@@ -175,19 +175,10 @@ def plant_later(fault: str, server: SharingServer, trainer: Trainer) -> None:
         return SharingServer.begin_update(server, request)
 
     holding: Any = trainer.holding
-    match fault:
-        case "dies before the fence" | "dies before the fence, unreported":
-            holding.share_update = die
-        case "dies within the fence":
-            holding.finish_update = die
-        case "dies after the fence":
-            holding.check = die
-        case "no fence":
-            server.begin_update = refuse  # type: ignore[method-assign]
-        case "swapped rows":
-            holding.finish_update = lambda: swap(holding)
-        case _:
-            pass
+    if fault == UNREPORTED:
+        holding.share_update = die
+    if fault == "no fence":
+        server.begin_update = refuse  # type: ignore[method-assign]
 
 
 def report_nothing(bridge: SharedBridge, trainer: Trainer) -> None:
@@ -200,14 +191,6 @@ def report_nothing(bridge: SharedBridge, trainer: Trainer) -> None:
         assert not queued, "this wait never ends"
 
     bridge.finish_kernels = wait  # type: ignore[method-assign]
-
-
-def swap(holding: Any) -> None:
-    """Write the other rank's rows in place of the own ones."""
-    for parameter in holding.written:
-        if parameter.grad is not None:
-            parameter.data.copy_(parameter.grad.roll(len(parameter) // 2, 0))
-    holding._forget_gradients()
 
 
 if __name__ == "__main__":

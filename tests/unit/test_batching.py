@@ -237,10 +237,6 @@ def sequence(prompt: list[int], completion: list[int], trained: list[int] | None
     return Sample(tokens, at, advantages=values, rollout_logprobs=-values, weight=len(prompt), experts=experts)
 
 
-def of_length(tokens: int) -> Sample:
-    return Sample(np.zeros(tokens, np.int64), np.array([tokens - 1]))
-
-
 FAMILY = [sequence([1, 2, 3], [4, 5]), sequence([7], [8, 9]), sequence([1, 2, 3], [6]), sequence([1, 2], [3, 4])]
 
 # ---------------------------------------------------------------- who goes together
@@ -248,7 +244,8 @@ FAMILY = [sequence([1, 2, 3], [4, 5]), sequence([7], [8, 9]), sequence([1, 2, 3]
 
 def test_a_budget_of_tokens_decides_the_split() -> None:
     def planned(lengths: list[int], budget: int | None, packed: bool) -> list[list[int]]:
-        return plan([of_length(length) for length in lengths], size=2, max_tokens=budget, packed=packed)
+        samples = [Sample(np.zeros(length, np.int64), np.array([length - 1])) for length in lengths]
+        return plan(samples, size=2, max_tokens=budget, packed=packed)
 
     lengths = [5, 2, 4, 3, 2]
     assert planned(lengths, None, True) == [[1, 4], [3, 2], [0]]

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from grpo_trainer.bench.models import SHAPES, ensure_model
 from grpo_trainer.bench.publish import SyncOptions, publish_figures
 from grpo_trainer.bench.step import StepOptions, completion_lengths, step_flops, synthetic_batch
 from grpo_trainer.config.options import Section, build
-from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
@@ -76,17 +74,14 @@ def test_options_that_do_not_go_together(kind: type[Section], given: dict[str, A
         build(kind, given)
 
 
-def config_of(argv: Sequence[str]) -> RunConfig:
-    """What `grpo run` makes of a command whose options all have a value."""
-    words = argv[argv.index("run") + 1 :]
-    flags = dict(zip(words[::2], words[1::2], strict=True))
-    own = [word for flag, value in flags.items() if flag.startswith("--env.") for word in (flag, value)]
-    return build_run({}, {flag[2:].replace("-", "_"): each for flag, each in flags.items() if flag not in own}, own)
-
-
 @pytest.mark.parametrize(("shape", "most"), [("1.5b", 16_384), ("7b", 12_288)])
 def test_loop_is_a_run_with_its_defaults(shape: str, most: int) -> None:
-    config = config_of(run_process(build(LoopOptions, {"shape": shape}), Path("m"), Path("r"), ()).argv)
+    argv = run_process(build(LoopOptions, {"shape": shape}), Path("m"), Path("r"), ()).argv
+    words = argv[argv.index("run") + 1 :]
+    flags = dict(zip(words[::2], words[1::2], strict=True))  # each has a value
+    own = [word for flag, value in flags.items() if flag.startswith("--env.") for word in (flag, value)]
+    given = {flag[2:].replace("-", "_"): each for flag, each in flags.items() if flag not in own}
+    config = build_run({}, given, own)
     trainer, (environment,) = config.trainer, config.environments
     assert (trainer.sequences_per_step, trainer.training_steps, trainer.seq_len) == (256, 25, 256 + 1024)
     assert trainer.max_tokens_per_microbatch == most and environment.name == ENVIRONMENT

@@ -124,19 +124,13 @@ def test_reader_refuses_a_file_that_is_damaged_cut_short_anywhere_or_of_another_
 # several workers -------------------------------------------------------------------------------------------
 
 
-def of_two(tmp_path: Path, config: BridgeConfigFile) -> BridgeConfigFile:
-    """The file of a server with a second worker."""
+def test_each_rank_gets_its_workers_weights(tmp_path: Path, config: BridgeConfigFile) -> None:
     memory = write_tensors(tmp_path / "second", {name: torch.ones(2) for name in config.param_names})
     shapes = {name: msgspec.structs.replace(config.param_mappings[name], shape=memory[name].shape) for name in memory}
-    other = RankWeights(rank=1, param_mappings=shapes, ipc_handles=memory, gpu_uuid="")
-    return changed(config, tp_degree=2, further_ranks=[other])
-
-
-def test_each_rank_gets_its_workers_weights(tmp_path: Path, config: BridgeConfigFile) -> None:
-    both = of_two(tmp_path, config)
-    path = write_config(tmp_path, both)
+    second = RankWeights(rank=1, param_mappings=shapes, ipc_handles=memory, gpu_uuid="")
+    path = write_config(tmp_path, changed(config, tp_degree=2, further_ranks=[second]))
     assert read_bridge_config(path, 0, 2).ipc_handles == config.ipc_handles
-    assert read_bridge_config(path, 1, 2).ipc_handles == both.further_ranks[0].ipc_handles
+    assert read_bridge_config(path, 1, 2).ipc_handles == memory
     refused(path, "tp_degree", "2", wanted="1", fix="--server.tensor-parallel-size 2")
     with pytest.raises(BridgeError) as caught:
         read_bridge_config(write_config(tmp_path, config), 1, 2)

@@ -188,11 +188,6 @@ def way_of(model: PreTrainedModel, weights: PresentWeights) -> Way:
     return Way(layout, bridge_info(), "", Path("/none"), stored=weights.own(), gathered=gathered)
 
 
-def model_layout(way: Way) -> ModelLayout:
-    assert isinstance(way.layout, ModelLayout)
-    return way.layout
-
-
 def layouts_of(way: Way) -> list[Layout]:
     return [layout_of(header, "") for header in way.layout.headers]
 
@@ -211,7 +206,8 @@ def test_main_memory_brings_each_version_as_it_would_be_packed(model: PreTrained
         sender.send(version, weights.of(version, torch.bfloat16))
         for number, layout in enumerate(layouts):
             got_E = torch.zeros(layout.numel, dtype=torch.bfloat16)
-            wanted_E = model_layout(way).pack(number, tensors_of(model), torch.zeros_like(got_E))
+            assert isinstance(way.layout, ModelLayout)
+            wanted_E = way.layout.pack(number, tensors_of(model), torch.zeros_like(got_E))
             mapped.fill(version, number, got_E)
             assert torch.equal(got_E, wanted_E) and got_E.any()
 

@@ -572,17 +572,6 @@ def test_environment_processes(build: Callable[..., BaseEnv[Any, Any]], tmp_path
     assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
 
 
-async def test_builtin_evaluates(build: Callable[..., BaseEnv[Any, Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    env = build()
-    if env.name == "synthetic":
-        return  # it measures a run's speed
-    await cli.evaluate(env)
-    await env.close()
-    name = env.name
-    metrics = json.loads(capsys.readouterr().out)
-    assert metrics.pop("env") == name and metrics.get("rows_failed", 0) == 0 and len(metrics) > 0
-
-
 async def test_environment_resumes_with_the_items_that_were_next(build: Callable[..., BaseEnv[Any, Any]]) -> None:
     async def items(env: BaseEnv[Any, Any], count: int) -> list[Any]:
         return [await settled(env.get_next_item()) for _ in range(count)]

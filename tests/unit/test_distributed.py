@@ -416,15 +416,13 @@ def test_a_run_resumes_with_another_number_of_pairs(tmp_path: Path, before: int,
         ("other version", "BridgeError", "version"),
         ("a copy", "BridgeError", "http://server-1"),
         ("other place", "WeightsError", "trainer processes"),
-        ("swapped rows", "WeightsError", "trainer processes"),
     ],
 )
 def test_a_fault_of_one_rank_ends_the_run(tmp_path: Path, fault: str, error: str, named: str) -> None:
     first, second = pairs(2, tmp_path, f"fault={fault}")
     assert first["error"] == error and named in first["field"]
     assert "error" not in second, "rank 0 reports what all have met"
-    trained = any(said.startswith("end 1") for said in first["told"] + second["told"])
-    assert trained == (fault == "swapped rows"), "the proof finds the others"
+    assert not any(said.startswith("end 1") for said in first["told"] + second["told"]), "it is found before a step"
 
 
 def test_a_fence_that_one_server_refuses_is_refused_for_all(tmp_path: Path) -> None:
@@ -437,16 +435,7 @@ def test_a_fence_that_one_server_refuses_is_refused_for_all(tmp_path: Path) -> N
     assert resumed["losses"][:-1] == pytest.approx(alone["losses"][1:], abs=1e-6), "the checkpoint has the whole step"
 
 
-@pytest.mark.parametrize(
-    ("fault", "last"),  # the last request that rank 0's server received
-    [
-        ("dies before the fence", "end 0"),
-        (UNREPORTED, "end 0"),
-        ("dies within the fence", "torn"),
-        ("dies after the fence", "end 1"),
-    ],
-)
-def test_a_rank_that_dies_ends_the_others(tmp_path: Path, fault: str, last: str) -> None:
-    (first,) = pairs(2, tmp_path, f"fault={fault}", statuses=(0, DIED))
+def test_a_rank_that_dies_unreported_ends_the_others(tmp_path: Path) -> None:
+    (first,) = pairs(2, tmp_path, f"fault={UNREPORTED}", statuses=(0, DIED))
     assert first["error"] == "PeerGoneError"
-    assert first["told"][-1] == last
+    assert first["told"][-1] == "end 0", "the last request that rank 0's server received"

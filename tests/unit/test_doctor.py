@@ -342,17 +342,13 @@ def test_doctor_learning_rate(model: Path, mode: str, busy_port: int, caplog: py
     assert [record.levelname for record in caplog.records if found.fix in record.getMessage()] == ["WARNING"]
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 INDEX = '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
 
 
 @pytest.mark.parametrize(
     ("changed", "change", "file", "got"),
     [
-        ("model.safetensors", cut, "model.safetensors", "bytes"),
+        ("model.safetensors", lambda path: path.write_bytes(path.read_bytes()[:-1]), "model.safetensors", "bytes"),
         ("model.safetensors", "<html>not found</html>", "model.safetensors", ""),
         ("model.safetensors", Path.unlink, "", "*.safetensors"),
         ("model.safetensors.index.json", INDEX, "", "1 of 2"),
@@ -430,10 +426,6 @@ def test_vllms_build_decides_where_it_serves(versions: dict[str, str], gpus: tup
     assert replace(MACHINE, version=versions.get, gpus=gpus).serves_on_gpu is on_gpu
 
 
-def numbers_in(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
-
-
 class Nvml:
     """NVIDIA's library with GPUs of 141 GiB, of which the second is in use; NVLink connects the first two."""
 
@@ -469,7 +461,7 @@ def test_gpus_that_are_hidden_or_in_use(monkeypatch: pytest.MonkeyPatch) -> None
     for visible, wanted in (("1", ["GPU-b"]), ("GPU-b,0", ["GPU-b", "GPU-a"]), ("1,7,0", ["GPU-b"]), ("", [])):
         assert [gpu.uuid for gpu in list_gpus(visible)[0]] == wanted
     hidden, _, problem = list_gpus("7")
-    assert not hidden and "CUDA_VISIBLE_DEVICES=7" in problem and numbers_in(problem) == [7, 2]
+    assert not hidden and "CUDA_VISIBLE_DEVICES=7" in problem and re.findall(r"\d+", problem) == ["7", "2"]
     found = only_fault(look_at(None, replace(MACHINE, gpus=(), gpu_problem=problem)))
     assert found.name == "gpu" and "CUDA_VISIBLE_DEVICES" in found.fix
     assert only_fault(look_at(None, replace(MACHINE, gpus=both)), "warn").name == "gpu"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from grpo_trainer.engine import attention_kernel, head
 from grpo_trainer.engine.attention import merge
 from grpo_trainer.engine.head import HeadPlan, head_scores, token_scores
-from tests.triton_kernels import compiled_for_hopper, interpreting
+from tests.triton_kernels import compiled_for_hopper
 
 N, H, V, K = 300, 8, 37, 3
 PLAN = HeadPlan(torch.float32, torch.float32, chunk_bytes=0)
@@ -254,12 +254,6 @@ def test_token_scores_gradient_of_the_entropy(tokens: int) -> None:
 
 
 ROWS, HEADS = 37, 3
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    with interpreting() as pool:
-        yield pool
 
 
 def by_kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

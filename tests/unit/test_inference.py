@@ -461,11 +461,6 @@ GROUP = wire.ScoredData(
 )
 
 
-def position(token: int) -> dict[int, float]:
-    """What the teacher thinks in the place of a token: the one after it is likelier, two after it less so."""
-    return {token: -1.0, token + 1: -0.5, token + 2: -3.0}
-
-
 def routes(kind: str) -> dict[str, Any]:
     if kind == "grpo":
         return {"/bridge/info": {"boot_id": "b", "policy_version": 0}}
@@ -493,7 +488,7 @@ def annotate(kind: str, group: wire.ScoredData = GROUP, **changes: Any) -> tuple
         asked.append(body)
         prompt = body["prompt"]
         tokens = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
-        likely = [None, *(position(token) for token in tokens[1:])]
+        likely = [None, *({token: -1.0, token + 1: -0.5, token + 2: -3.0} for token in tokens[1:])]
         if kind == "grpo":
             return Reply(json=generated(body, [1], prompt_logprobs=likely))
         spelt = [

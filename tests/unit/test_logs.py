@@ -258,10 +258,6 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
 LETTERS = "abcdefgh"
 
 
-def letters(tokens: list[int]) -> str:
-    return "".join(LETTERS[token] for token in tokens)
-
-
 def sample(reward: float, tokens: list[int] | None = None, *, logprob: float | None = None, **fields: Any) -> Sample:
     """`logprob`: the server's, of every trained token; all but the first two are trained."""
     tokens_T = np.array(tokens or [0, 1, 2, 3])
@@ -272,7 +268,7 @@ def sample(reward: float, tokens: list[int] | None = None, *, logprob: float | N
 
 def write(path: Path, step: int, *groups: Group, count: int = 2, longest: int = 99) -> str:
     """Log samples whose tokens the trained policy gives half the probability that the server gave."""
-    log = SampleLog(path, count, LossConfig(), letters, longest=longest)
+    log = SampleLog(path, count, LossConfig(), lambda tokens: "".join(LETTERS[t] for t in tokens), longest=longest)
     samples = [sample for group in groups for sample in group.samples]
     logprobs = {}
     for number in log.choose(groups):

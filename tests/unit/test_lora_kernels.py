@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,18 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.triton_kernels import compiled_for_hopper, interpreting
+from tests.triton_kernels import compiled_for_hopper
 from vllm_server.worker import KERNELS_VARIABLE, lora, lora_kernels
 from vllm_server.worker.lora import prepare_worker, update_metadata
 from vllm_server.worker.lora_kernels import Blocks, run_expand, run_shrink
 
 SLOTS = 5
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    with interpreting() as pool:
-        yield pool
 
 
 def shrunk(middle: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -112,15 +105,6 @@ def test_what_padding_holds_is_never_used_as_a_slot(interpreter: Executor) -> No
     assert not results[1][2:].any()
 
 
-def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
-    """Tensors and sizes are multiples of 16, as a model's are."""
-    kinds = {"middle": "*fp32", "slots_M": "*i32", "active_slots": "*i32", "scaling": "fp32", "y": "*bf16"}
-    tensors = ("x_", "a0", "a1", "a2", "b0", "b1", "b2")
-    kinds |= {name: "*bf16" for name in kernel.arg_names if name.startswith(tensors) and name != "x_stride"}
-    even = [name for name in kernel.arg_names if name not in (*constants, "scaling", "active")]
-    return compiled_for_hopper(kernel, constants, kinds, even, warps)
-
-
 @pytest.mark.parametrize(("tokens", "rank"), [(16, 8), (64, 16), (512, 16), (8192, 64), (256, 320)])
 def test_the_kernels_compile_for_a_hopper_gpu_and_read_in_whole_lines(
     tokens: int, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,11 +114,16 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_read_in_whole_lines(
     down, up = lora_kernels.shrink_blocks(tokens, 18944), lora_kernels.expand_blocks(tokens, 18944)
     of_shrink = {**both, "BLOCK_M": down.tokens, "BLOCK_K": down.outer, "STEPS": down.steps}
     of_expand = {**both, "BLOCK_M": up.tokens, "BLOCK_N": up.outer, "ADD": True}
+    numbers = {"middle": "*fp32", "slots_M": "*i32", "active_slots": "*i32", "scaling": "fp32", "y": "*bf16"}
+    tensors = ("x_", "a0", "a1", "a2", "b0", "b1", "b2")
     for kernel, constants, warps in (
         (lora_kernels.shrink, of_shrink, down.warps),
         (lora_kernels.expand, of_expand, up.warps),
     ):
-        made = compiled(kernel, constants, warps)
+        names = kernel.arg_names
+        kinds = {name: "*bf16" for name in names if name.startswith(tensors) and name != "x_stride"}
+        even = [name for name in names if name not in (*constants, "scaling", "active")]
+        made = compiled_for_hopper(kernel, constants, numbers | kinds, even, warps)
         assert len(made.asm["cubin"]) > 1000 and "ld.global.v4" in made.asm["ptx"]
         assert made.metadata.shared <= 227 << 10  # bytes a program may have on Hopper
 

@@ -56,13 +56,6 @@ def test_any_split_gives_the_same_effective_share(weights: list[float], at: int)
     assert 1 / len(weights) * (1 - 1e-9) <= found <= 1 + 1e-9  # one outweighs all others; all are equal
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.integers(0, 50))
-def test_any_split_gives_the_same_mean(values: list[float], at: int) -> None:
-    parts = [values[:at], values[at:]]
-    merged = merge([{"a": Mean(sum(part), len(part))} for part in parts])
-    assert math.isclose(reduce(merged)["a"], sum(values) / len(values), rel_tol=1e-9, abs_tol=1e-6)
-
-
 def rows_of(path: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

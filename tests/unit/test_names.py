@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from grpo_common.errors import Problem
 from grpo_trainer.shared.names import Binding, Facts, NamesError, Shape, bind_names
-from tests.golden.models import CONFIGS, Golden, golden, random_model
+from tests.golden.models import CONFIGS, golden, random_model
 
 ARCHITECTURES = sorted(CONFIGS)
 
@@ -36,11 +36,6 @@ def bound(architecture: str) -> tuple[Binding, ...]:
     shapes, ties = own(architecture)
     record = golden(architecture)
     return bind_names(shapes, record.vllm, Facts(ties, record.ties))
-
-
-def drawn(data: st.DataObject) -> tuple[str, dict[str, Shape], dict[str, str], Golden]:
-    architecture = data.draw(st.sampled_from(ARCHITECTURES))
-    return architecture, *own(architecture), golden(architecture)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -72,7 +67,8 @@ def test_all_of_vllms_memory_is_bound_but_for_the_vocabularys_padding(architectu
 @given(st.data())
 def test_names_refuse_whatever_does_not_fit(fault: str, data: st.DataObject) -> None:
     """The parameter, or the place in vLLM's memory, is named."""
-    architecture, ours, ties, record = drawn(data)
+    architecture = data.draw(st.sampled_from(ARCHITECTURES))
+    (ours, ties), record = own(architecture), golden(architecture)
     theirs, their_ties = record.vllm, record.ties
     match fault:
         case "not in vLLM":

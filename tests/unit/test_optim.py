@@ -327,7 +327,8 @@ def test_recoded_is_within_a_step(shape: Shape, writers: int, readers: int, sign
     )
     values = values if signed else values.abs()
     codes, known = written(values, writers, signed=signed)
-    before = torch.cat([read_of(codes, each, signed=signed).flatten() for each in known]).view(shape)
+    parts = [read(codes[part.first : part.end], part.scales, part.shape, signed=signed) for part in known]
+    before = torch.cat([part.flatten() for part in parts]).view(shape)
     first = 0
     for rows in values.chunk(readers):
         own, mine = slice(first, first + rows.numel()), tuple(rows.shape)
@@ -337,10 +338,6 @@ def test_recoded_is_within_a_step(shape: Shape, writers: int, readers: int, sign
         assert ((got - wanted).abs() <= HALF_A_STEP * largest).all()
         assert ((got - wanted).abs() <= 0.5 * wanted.abs() + 1e-6 * largest).all()
         first += rows.numel()
-
-
-def read_of(codes: Tensor, part: Scaled, *, signed: bool) -> Tensor:
-    return read(codes[part.first : part.end], part.scales, part.shape, signed=signed)
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (1024,), (6, 128, 6), (4, 3, 100)])

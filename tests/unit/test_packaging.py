@@ -54,19 +54,13 @@ def pins(path: Path) -> dict[str, Version]:
     return found
 
 
-def wanted(build: str) -> list[Requirement]:
-    """What pyproject.toml asks for with all extras and one build of vLLM."""
-    extras = PROJECT["optional-dependencies"]
-    texts = [*PROJECT["dependencies"], *(text for name, list_ in extras.items() if name == build for text in list_)]
-    texts += [text for name, list_ in extras.items() if name not in BUILDS for text in list_]
-    return [Requirement(text) for text in texts]
-
-
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("python", PYTHONS)
 def test_every_dependency_is_locked_within_its_bounds(build: str, python: str) -> None:
     locked = pins(ROOT / "locks" / f"{build}-py{python.replace('.', '')}.txt")
-    requirements = [one for one in wanted(build) if not one.marker or one.marker.evaluate({"python_version": python})]
+    chosen = [list_ for name, list_ in PROJECT["optional-dependencies"].items() if name == build or name not in BUILDS]
+    wanted = [Requirement(text) for texts in (PROJECT["dependencies"], *chosen) for text in texts]
+    requirements = [one for one in wanted if not one.marker or one.marker.evaluate({"python_version": python})]
     assert len(requirements) > 20
     missing = [str(one) for one in requirements if canonicalize_name(one.name) not in locked]
     outside = [

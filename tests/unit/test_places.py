@@ -202,11 +202,6 @@ def waits(again: Replanner, *specs: ProcessSpec) -> bool:
     return [again.placed(specs) for _ in range(3)] == [None, None, None]
 
 
-def server_elsewhere(specs: Mapping[str, ProcessSpec]) -> ProcessSpec:
-    """A server that is not on the head."""
-    return next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
-
-
 def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> None:
     config = two_servers(tmp_path)
     plan = plan_run(config, CLUSTER_PORTS, python=sys.executable, on_gpu=False)
@@ -221,7 +216,7 @@ def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> N
 def test_a_server_of_a_lost_machine_gets_another_with_its_own_address(tmp_path: Path, fault: Exception) -> None:
     machines = Machines(HEAD, B, C, D)
     again, specs = replanner(two_servers(tmp_path), machines)
-    lost = server_elsewhere(specs)
+    lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
     machines.lost |= {B, C} & {lost.place.node}
     assert again.placed([lost]) is None, "a machine was asked"
     machines.fault = fault

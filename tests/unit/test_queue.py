@@ -89,14 +89,6 @@ def test_what_can_never_fit_is_said_with_its_numbers(batch_size: int, sizes: lis
     assert re.findall(r"\d+", warning) == numbers
 
 
-def test_reservations_hold_places_in_each_batch() -> None:
-    queue = started(8, env(2, share=0.5), env(2))
-    others = [offer(queue, 2, env_id=1) for _ in range(8)]
-    assert batch(queue) is None  # int(8 * 0.5) = 4 places are environment 0's, and it has sent nothing
-    own = [offer(queue, 2, env_id=0), offer(queue, 2, env_id=0)]
-    assert batch(queue) == [*others[:2], *own]  # 2 groups of 2 for it, the rest oldest first
-
-
 @pytest.mark.parametrize(
     ("batch_size", "environments", "minima"),
     [

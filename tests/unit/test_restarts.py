@@ -28,9 +28,9 @@ from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.process import Process
 from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.servers import change, rows
-from tests.processes import alive, assert_ended, found_in, free_port, wait_for
+from tests.processes import alive, assert_ended, free_port, wait_for
 from tests.unit.factories import refusing
-from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, Recorded, spec
+from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, Recorded, spec
 
 TWICE = """
 import pathlib, sys, time
@@ -489,17 +489,6 @@ def test_owned_server_that_dies_later(tmp_path: Path) -> None:
         wait_for("its end", lambda: not alive([pid]), owned.log_path, 10)
         with refusing(ProcessFailedError, "server", words=["SIGKILL"]):
             owned.check()
-
-
-def test_owned_server_ends_with_its_whole_family(tmp_path: Path) -> None:
-    with server(tmp_path, STUBBORN) as owned:
-        owned.start("model", 0)
-        wait_for("its child", lambda: found_in(owned.log_path, CHILD) is not None, owned.log_path, 30)
-        child, pid = found_in(owned.log_path, CHILD), owned.pid
-        owned.stop()
-        assert child is not None and pid is not None
-        assert_ended([pid, int(child[1])])
-        owned.check()  # nothing runs: nothing is wrong
 
 
 def test_a_signal_to_the_trainer_ends_the_wait(tmp_path: Path) -> None:

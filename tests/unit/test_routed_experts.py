@@ -126,13 +126,9 @@ def received(steps: list[LogprobsTensors], request: int, processor: Any) -> Any:
     return state.logprobs
 
 
-def new_record() -> Record:
-    return Record(SHAPE, torch.zeros(8, 3, 1, dtype=torch.int16), torch.zeros(16, 3, 1, dtype=torch.int16))
-
-
 def test_prompts_in_parts_and_cached_ones(processor: Any) -> None:
     """Request b's prompt begins with a block of a's, which is cached; a's is computed in two steps."""
-    record = new_record()
+    record = Record(SHAPE, torch.zeros(8, 3, 1, dtype=torch.int16), torch.zeros(16, 3, 1, dtype=torch.int16))
     runner = runner_of([[3, 1], [3, 6]], ["a", "b"], {"a": 3, "b": 3})
     step(runner, record, [6, 7], [0, 1])  # a: its first two tokens
     runner.discard_request_mask.np[:] = True
@@ -215,13 +211,6 @@ def group_of(*completions: Completion) -> Any:
     data = scored_group([Trajectory.of(each, float(score)) for score, each in enumerate(completions)])
     kept = groups.read(wire.encode_group(data), wire.MSGPACK)
     return to_group(wire.decode(kept.payload, wire.PackedGroup, wire.MSGPACK))
-
-
-def test_through_the_rollout_api() -> None:
-    sound = completion(pack(SHAPE, rows(1, 2, 3)))
-    group = group_of(sound, sound)
-    assert [sample.experts.ids_TLK[:, 0, 0].tolist() for sample in group.samples] == [[1, 2, 3]] * 2
-    assert misfit(group, routed=SHAPE) is None
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tests.triton_kernels import compiled_for_hopper, interpreting
+from tests.triton_kernels import compiled_for_hopper
 from vllm_server.worker import logprob_kernels
 from vllm_server.worker.logprob_kernels import logprobs_and_ranks
 from vllm_server.worker.speed import in_place_of
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Executor]:
-    with interpreting() as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -133,11 +133,6 @@ def test_seal_syncs_all_before_the_state_is_there(tmp_path: Path, monkeypatch: p
 # ---------------------------------------------------------------- damaged checkpoints of a run
 
 
-def flip(file: Path) -> None:
-    data = file.read_bytes()
-    file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-
-
 def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Damaged ones are put aside, unless one of them was named."""
     caplog.set_level(logging.INFO)
@@ -150,7 +145,9 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest
         checkpoints.save(Progress(step, step))
     noticed = [record.getMessage() for record in caplog.records if getattr(record, "notice", False)]
     assert [str(tmp_path / f"step_{step}") in line for step, line in enumerate(noticed, 1)] == [True] * 4
-    flip(newest := tmp_path / "step_4" / "trainer_state.pt")
+    newest = tmp_path / "step_4" / "trainer_state.pt"
+    data = newest.read_bytes()
+    newest.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     (tmp_path / "step_3" / "model.safetensors").unlink()
     with refusing(ConfigError, f"--resume {newest}", words=["checksum ", "--resume auto"]):
         saver(trainer(), tmp_path, resume=str(newest.parent)).resume()

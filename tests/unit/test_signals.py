@@ -55,19 +55,12 @@ def test_what_is_sent_for_each_thread_of_a_killed_parent_counts_once(monkeypatch
             signal.raise_signal(signal.SIGINT)
 
 
-class Second(World):
-    """The second of two processes; the first one is not there."""
-
-    def __init__(self) -> None:
-        super().__init__(1, 2)
-
-
 def trained_by_the_second(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build_policy: Callable[..., object], trainer: Callable[..., object]
 ) -> None:
     monkeypatch.setattr(loop, "build_policy", build_policy)
     monkeypatch.setattr(loop, "Trainer", trainer)
-    loop.train(TrainConfig(model_name="m", log_dir=tmp_path), lambda _: Second())
+    loop.train(TrainConfig(model_name="m", log_dir=tmp_path), lambda _: World(1, 2))
 
 
 def test_another_trainer_process_leaves_signals_to_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -33,11 +33,6 @@ def posted(number: int, env_id: int | None = None, size: int = 4) -> Posted:
     return read(wire.encode_group(group), wire.MSGPACK)
 
 
-def numbers(payloads: list[bytes]) -> list[int]:
-    """Which groups of `group` these are."""
-    return [wire.decode_group(each).tokens[0][0] for each in payloads]
-
-
 @contextmanager
 def serving(path: Path, **clocks: Any) -> Iterator[Service]:
     """A life of the rollout API."""
@@ -50,7 +45,7 @@ async def leased(service: Service, seconds: float = 1000.0) -> tuple[str, list[i
     """The next batch: its id, and which groups of `posted` it has."""
     batch = await service.next_batch(lease=seconds)
     assert batch is not None and batch.lease is not None
-    return batch.lease.batch_id, numbers(batch.payloads)
+    return batch.lease.batch_id, [wire.decode_group(each).tokens[0][0] for each in batch.payloads]
 
 
 @pytest.fixture

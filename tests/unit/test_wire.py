@@ -338,14 +338,10 @@ class Poster:
         await posting
 
 
-def wrong_list(groups: int) -> bytes:
-    return b"[" + b",".join([WRONG] * groups) + b"]"
-
-
 def test_scored_data_list_gives_others_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "TURN_S", 0.0)
     service = Service(Settings())
-    poster = Poster([wrong_list(40)])
+    poster = Poster([b"[" + b",".join([WRONG] * 40) + b"]"])
     asyncio.run(poster.post(service))
     assert poster.status == 422 and poster.turns >= 40 and service.history.refused == 40
 
