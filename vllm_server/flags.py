@@ -272,14 +272,16 @@ def _place_worker(args: Namespace) -> None:
     if any(getattr(args, f"{degree}_parallel_size") > 1 for degree in degrees):
         return  # vLLM has a process for each worker
     on_cpu = seams.device_type() == "cpu"
-    if args.distributed_executor_backend is None:
+    if args.distributed_executor_backend is None and on_cpu:
+        args.distributed_executor_backend = "uni"
+    elif args.distributed_executor_backend is None:
         gpus = len(list(_GPUS.glob("*"))) or 1
         cores: float = len(os.sched_getaffinity(0))
         with contextlib.suppress(OSError):  # a container's quota (cgroup v2)
             quota, period = _QUOTA.read_text().split()
             cores = cores if quota == "max" else min(cores, int(quota) / int(period))
         has_room = cores >= CORES * gpus and _SHM.is_dir() and shutil.disk_usage(_SHM).free >= WORKER_QUEUE_BYTES
-        args.distributed_executor_backend = "mp" if not on_cpu and has_room else "uni"
+        args.distributed_executor_backend = "mp" if has_room else "uni"
     if on_cpu and args.distributed_executor_backend == "uni":
         # vLLM turns "uni" into "mp" on the CPU unless this says 0; the engine has its own process either way.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -212,7 +212,7 @@ args = flags.parse(["--model", "none", "--disable-access-log-for-endpoints", ""]
 app = build_app(args, ("generate",), None)
 serve._HttpServer(app, args)
 hostile = "\\x1b[31m \\u202e \\n forged"
-for name in ("vllm.grpo.server", "vllm.entrypoints.api", "uvicorn.error", "asyncio"):
+for name in ("vllm.grpo.policy", "vllm.entrypoints.api", "uvicorn.error", "asyncio"):
     try:
         raise ValueError(hostile)
     except ValueError:

@@ -568,7 +568,10 @@ class WeightsApplyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class WeightsDone(msgspec.Struct, frozen=True, kw_only=True):
-    """`seconds`: the time of the slowest worker. `replayed`: all workers repeated the copies of an earlier version."""
+    """The answer of a worker, and of the server: the slowest worker's time, and whether all replayed.
+
+    `replayed`: the copies of an earlier version were repeated.
+    """
 
     seconds: float
     replayed: bool = False

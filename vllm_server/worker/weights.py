@@ -44,7 +44,8 @@ COPIES = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 class WeightChannel:
     """One worker's open channel of all weights.
 
-    The parameters of vLLM's model are plain (`on_cpu.keep_weights_plain`) and have no LoRA wrappers.
+    The parameters of vLLM's model are plain (`on_cpu.keep_weights_plain`) and have no LoRA wrappers. `shards` is as in
+    `ParameterWriter`.
 
     Raises:
         RuntimeError: the trainer can't be reached, or there is too little memory for staging that was asked for.
