@@ -105,15 +105,11 @@ class BackgroundWriter:
 
 
 class Copy:
-    """A copy that may not be complete yet.
-
-    Args:
-        originals: kept until the copy is complete, so that their memory is not reused.
-        ends: device -> the event that its stream reaches after the last copy.
-    """
+    """A copy that may not be complete yet."""
 
     def __init__(self, tree: Any, originals: Any, ends: Mapping[torch.device, Any]) -> None:
-        self._tree, self._originals, self._ends = tree, originals, ends
+        self._tree, self._ends = tree, ends  # each device's stream reaches its event after the last copy
+        self._originals = originals  # kept until the copy is complete, so that their memory is not reused
 
     def precede(self) -> None:
         """Make the GPU wait for the complete copy before any work that is queued later; the caller does not wait."""
@@ -175,10 +171,8 @@ class Snapshot:
     def take(self, tree: Any) -> Copy | None:
         """Copy every tensor of nested dictionaries, lists and tuples; other values are taken over without a copy.
 
-        This overwrites the last copy. Tensors on a GPU must not change until `Copy.precede` was called.
-
-        Returns:
-            The copy; None: there is no room for it.
+        This overwrites the last copy. Tensors on a GPU must not change until `Copy.precede` was called. None: there is
+        no room for the copy.
         """
         if not self.make_room(tree):
             return None
@@ -211,7 +205,6 @@ class Snapshot:
 
 
 def _size(tree: Any) -> int:
-    """Return the bytes of a copy."""
     sizes: list[int] = []
     _mapped(tree, lambda tensor: sizes.append(bytes_for([tensor.numel()], tensor.dtype)) or tensor)
     return sum(sizes)
