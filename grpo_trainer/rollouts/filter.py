@@ -86,13 +86,7 @@ class GroupFilter:
 def misfit(
     group: Group, vocabulary: int | None = None, longest: int | None = None, routed: RoutedShape | None = None
 ) -> Problem | None:
-    """Return why a group can't be trained on; None if it can.
-
-    Args:
-        vocabulary: upper bound of token ids; None: not known.
-        longest: number of a sequence's first tokens that are trained on; None: all.
-        routed: what its routed experts must be of; None: they are not used.
-    """
+    """Return why a group can't be trained on; None if it can. The limits are those of `GroupFilter`."""
     # A group of truncated answers may be left out of the loss as a whole.
     teaches = any(_count(sample, longest) or sample.truncated for sample in group.samples)
     if not teaches:
@@ -146,7 +140,6 @@ def _wrong_experts(sample: Sample, routed: RoutedShape, longest: int | None) -> 
 
 
 def _count(sample: Sample, longest: int | None) -> int:
-    """Return the number of trained tokens among a sample's first `longest` tokens."""
     return len(sample.positions) if longest is None else int(np.searchsorted(sample.positions, longest))
 
 
@@ -176,7 +169,6 @@ def judge(
     Args:
         version: version of the weights that are about to be trained.
         limit: largest age without consequences; None: no limit.
-        numbering: jumps of the version numbers.
     """
     shares: list[float] = []
     kept: list[Group] = []
