@@ -180,9 +180,6 @@ def weight_files(name: str) -> list[str]:
 class OtherParts:
     """Weights of a whole model that are not of its text part, in its files.
 
-    Args:
-        config: of the whole model, as read from its folder.
-
     Raises:
         ModelError: the folder has no weights in safetensors.
     """
@@ -224,11 +221,7 @@ class OtherParts:
             return {name: files[self._places[name]].get_tensor(name) for name in names}
 
     def copy_processors(self, folder: Path) -> None:
-        """Copy the files that say how images and sounds are read.
-
-        Raises:
-            OSError: a file can't be copied.
-        """
+        """Copy the files that say how images and sounds are read."""
         source = find_folder(self._name)
         for name in PROCESSOR_FILES:
             if source is not None and (source / name).is_file():

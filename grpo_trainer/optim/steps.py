@@ -39,8 +39,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 class NormHistory:
     """The gradient norms of the last steps, including spikes, so that a lasting new level is no spike.
 
-    Args:
-        factor: a norm above this many times the median is a spike; 0: no norm is.
+    A norm above `factor` times the median is a spike; 0: no norm is.
     """
 
     REMEMBERED = 64
