@@ -38,10 +38,7 @@ def build_bridge(
 ) -> WeightBridge:
     """Return the bridge that `--weight-bridge-mode` names.
 
-    Args:
-        progress: where the run starts.
-        world: the processes that train together.
-        stop: ends the bridge's waits. If the bridge owns the server and the server exits, all other waits end too.
+    `stop` ends the bridge's waits. If the bridge owns the server and the server exits, all other waits end too.
 
     Raises:
         PortBusyError: the trainer starts the server itself, and the server's port is taken.
@@ -68,9 +65,8 @@ def _bridge(
 ) -> WeightBridge:
     """Return a bridge that sends weights, or restarts servers on them.
 
-    Args:
-        gpus: of all trainer processes.
-        world: the processes that have a part of the weights each; one process has them all.
+    The processes of `world` have a part of the weights each; one process has them all. `gpus` are those of all trainer
+    processes.
     """
     last_version = progress.policy_version + config.training_steps - progress.step
     if config.weight_bridge_mode == "lora_only":

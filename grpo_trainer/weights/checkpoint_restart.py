@@ -111,17 +111,11 @@ class MergedModels:
 
 @dataclass(frozen=True)
 class Launched:
-    """One of the servers that the trainer starts.
+    """One of the servers that the trainer starts."""
 
-    Attributes:
-        server: its process, which the bridge stops on exit. Only rank 0 has it.
-        client: client of that server.
-        proof: compares each launch with the trainer; None: no comparison.
-    """
-
-    server: OwnedServer
+    server: OwnedServer  # its process, which the bridge stops on exit; only rank 0 has it
     client: ServerClient
-    proof: Proof | None
+    proof: Proof | None  # compares each launch with the trainer; None: no comparison
 
 
 @dataclass(frozen=True)
