@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -289,10 +290,8 @@ def build_without_weights(config: Any, dtype: torch.dtype, attention: str, devic
 
 def take_generation_config(model: PreTrainedModel, name: str) -> None:
     """Load the generation configuration as `from_pretrained` does, so that saved models have it too."""
-    try:
+    with suppress(OSError):  # the model comes without one; transformers has derived one from its configuration
         model.generation_config = GenerationConfig.from_pretrained(name)
-    except OSError:
-        return  # the model comes without one; transformers has derived one from its configuration
 
 
 # in 4 bits -----------------------------------------------------------------------------------------------------------

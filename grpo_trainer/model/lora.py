@@ -209,7 +209,7 @@ def load_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> None:
 
 
 def save_adapter(model: PeftModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapter, with the model's present weights or these ones, into an existing folder."""
+    """Write PEFT's two files into an existing folder, with the model's present weights or `tensors`."""
     state = {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in (adapter_state(model) if tensors is None else tensors).items()
