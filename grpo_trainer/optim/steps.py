@@ -62,7 +62,6 @@ class NormHistory:
         return list(self._norms)
 
     def restore(self, norms: Sequence[float]) -> None:
-        """Restore the norms of a checkpoint."""
         self._norms = deque(norms, self.REMEMBERED)
 
 

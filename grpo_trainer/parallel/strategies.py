@@ -188,7 +188,6 @@ class ShardedUpdate(ParallelStrategy):
         self.names = [part.name for part in self.parts]
 
     def _rows(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return a view of the rows that a rank owns."""
         rows = Place(rank, self.place.count).rows(len(tensor))
         return tensor[rows.start : rows.stop]
 

@@ -196,7 +196,6 @@ class World:
         return said
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
         self.gather(None)
 
     @torch.no_grad()

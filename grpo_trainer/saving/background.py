@@ -194,7 +194,6 @@ class Snapshot:
         return Copy(copy, tree, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream for copies from a GPU."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]

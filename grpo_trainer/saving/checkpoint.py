@@ -329,10 +329,8 @@ class Checkpoints:
         """Load the checkpoint that `--resume` names; return the start of a new run if there is nothing to resume.
 
         With `auto`, damaged checkpoints are moved aside, and the newest undamaged one is loaded. This also creates
-        `--save-path`, because environments learn of it when they register and keep their own state in it.
-
-        Args:
-            say: reports which checkpoint was resumed, and which were not and why.
+        `--save-path`, because environments learn of it when they register and keep their own state in it. `say` reports
+        which checkpoint was resumed, and which were not and why.
 
         Raises:
             ConfigError: the named folder is no checkpoint, or is damaged; it was made with other options or in another
