@@ -162,19 +162,13 @@ class RolloutClient:
             self._registration = msgspec.structs.replace(self._registration, starting_step=step)
         batch_id = self.unsettled[-1]
         path = f"/batch/{batch_id}/extend?lease={self._config.lease_seconds:g}&step={step}"
-
-        def attempt() -> bool | _Wait:
-            answer = self._send("POST", path, frank=True)
-            if isinstance(answer, _Wait):
-                return answer
-            if answer.is_success:
-                self._hold(batch_id)
-            else:
-                self._note_lost(batch_id, answer)
-                self._end(batch_id)
-            return True
-
-        self._wait_for(attempt, "the rollout API to record a trained batch", self._check_stop)
+        attempt = partial(self._send, "POST", path, frank=True)
+        answer = self._wait_for(attempt, "the rollout API to record a trained batch", self._check_stop)
+        if answer.is_success:
+            self._hold(batch_id)
+        else:
+            self._note_lost(batch_id, answer)
+            self._end(batch_id)
 
     def evaluations(self) -> list[wire.NumberedEvaluation]:
         """Return the environments' evaluations on held-out prompts since the last call. Best effort."""
@@ -213,16 +207,10 @@ class RolloutClient:
         """
         body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))
         for batch_id in batches:
-
-            def attempt(batch_id: str = batch_id) -> bool | _Wait:
-                answer = self._send("POST", f"/batch/{batch_id}/ack", body, frank=True)
-                if isinstance(answer, _Wait):
-                    return answer
-                if answer.is_client_error:
-                    self._note_lost(batch_id, answer, resumed=resumed)
-                return True
-
-            self._wait_for(attempt, "the rollout API to take an acknowledgement", self._check_stop)
+            attempt = partial(self._send, "POST", f"/batch/{batch_id}/ack", body, frank=True)
+            answer = self._wait_for(attempt, "the rollout API to take an acknowledgement", self._check_stop)
+            if answer.is_client_error:
+                self._note_lost(batch_id, answer, resumed=resumed)
             self._end(batch_id)
 
     def settle_at_once(self, batches: Sequence[str]) -> None:

@@ -166,9 +166,7 @@ def judge(
     the loss of a group that is `excess` versions above the limit by `1 / (1 + excess)`; the batch's normaliser does not
     change. A group that a proof's synthetic weights have sampled, while a trainer started again, is always left out.
 
-    Args:
-        version: version of the weights that are about to be trained.
-        limit: largest age without consequences; None: no limit.
+    `version` is that of the weights that are about to be trained. An age up to `limit` has no consequences.
     """
     shares: list[float] = []
     kept: list[Group] = []

@@ -66,7 +66,7 @@ class Sample:
         return int(self.positions[0])
 
     def cut(self, tokens: int, *, trained: bool = True) -> Sample:
-        """Return its first tokens, with what it has for each trained one of them; without `trained` none is."""
+        """Return its first tokens, with what it has for each trained one of them; none is if not `trained`."""
         if trained and tokens >= len(self.tokens_T):
             return self
         count = int(np.searchsorted(self.positions, tokens)) if trained else 0
