@@ -268,9 +268,8 @@ def idle_microbatch(packed: bool, shared: bool) -> MicroBatch:
 def layout(alone: Sequence[int], kin: Sequence[tuple[int, Sequence[int]]] = ()) -> Packed:
     """Return the layout of shared prompts, their completions and the other sequences, end to end.
 
-    Args:
-        alone: lengths of sequences that share no prompt.
-        kin: for each shared prompt its length, and the lengths of the whole sequences that begin with it.
+    `alone` are lengths of sequences that share no prompt. `kin` has for each shared prompt its length, and the lengths
+    of the whole sequences that begin with it.
     """
     prompts = [prompt for prompt, _ in kin]
     completions = [length - prompt for prompt, lengths in kin for length in lengths]

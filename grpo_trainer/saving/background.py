@@ -37,10 +37,8 @@ AT_ONCE = 1 << 30
 class Schedule:
     """Decides when the next checkpoint is due. A postponed checkpoint stays due until it begins.
 
-    Args:
-        steps: checkpoints are due at multiples of this step; 0: `seconds` decides.
-        seconds: time between checkpoints, which grows if training waits for the disk; 0 as well: none is due.
-        clock: a monotonic clock in seconds.
+    Checkpoints are due at multiples of `steps`; 0: every `seconds`, a time that grows if training waits for the disk; 0
+    as well: none is due.
     """
 
     def __init__(self, steps: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,16 +126,14 @@ class Copy:
 class Snapshot:
     """One block of main memory that all copies use in turn; unless it is page-locked, they don't overlap with training.
 
-    Args:
-        available: returns the bytes of main memory that may be allocated; None: those of the machine or its container.
-        at_once: bytes up to which `wants_room` returns False.
+    `available` returns the bytes of main memory that may be allocated; None: those of the machine or its container.
     """
 
     def __init__(self, available: Callable[[], int] | None = None, at_once: int = AT_ONCE) -> None:
         self._available = available or (lambda: main_memory().available)
         self._memory = LockedMemory()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._at_once = at_once
+        self._at_once = at_once  # bytes up to which `wants_room` returns False
         self._refused = 0  # bytes for which there was no room
 
     def wants_room(self, tree: Any) -> bool:
