@@ -52,11 +52,9 @@ MAPPED = frozenset[Name]({"cuda_ipc", "main_memory"})
 class PresentWeights:
     """The trainer's weights by the model's names; if they are sharded over processes, gathered once for all servers.
 
-    Args:
-        own: returns them where they are. Of sharded weights it is called once, here: this process must not end their
-            gathering between passes of the model that the others make as well (`state_dict` does).
-        gather: gathers them, one at a time, and returns what its argument returned of each; None: they are not sharded.
-        world: the processes over which they are sharded. Rank 0 gets them.
+    `own` returns them where they are. Of sharded weights it is called once, here: this process must not end their
+    gathering between passes of the model that the others make as well (`state_dict` does). `gather` gathers them on
+    rank 0, one at a time, and returns what its argument returned of each; None: they are not sharded.
     """
 
     def __init__(

@@ -145,7 +145,6 @@ class Fleet(WeightBridge):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Return the contexts of all bridges as one."""
         with ExitStack() as held:
             for bridge in self._bridges.values():
                 held.enter_context(bridge.updating())

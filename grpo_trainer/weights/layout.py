@@ -37,7 +37,8 @@ class Layout:
         self, shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: torch.dtype, metadata: Mapping[str, str]
     ) -> None:
         self.spans: list[tuple[TensorSpan, ...]] = [lay_out(bucket, DTYPE_NAMES[dtype]) for bucket in shapes]
-        self.headers = [encode_header(spans, {"format": "pt", **metadata}) for spans in self.spans]  # with lengths
+        # Each begins with its length.
+        self.headers = [encode_header(spans, {"format": "pt", **metadata}) for spans in self.spans]
         ends = [spans[-1].end for spans in self.spans]
         self.nbytes = sum(ends)
         self.largest = max(ends) // dtype.itemsize  # elements of the largest bucket

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,7 +41,9 @@ class Sent:
 
 
 def publish_by(channel: Channel, server: ServerClient, name: str, version: int, *, activate: bool = True) -> Sent:
-    """Publish the adapter's present values under a name, as `version`; `activate`: for requests that name no version.
+    """Publish the adapter's present values under a name, as `version`.
+
+    If `activate`, requests that name no version get this one from now on.
 
     Raises:
         ServerError: the server does not answer, or refuses the adapter.
@@ -143,10 +146,7 @@ class LoraSwap(WeightBridge):
             return None
         assert self._way is not None, "connect comes first"
         info = self._way.info
-
-        def load(name: str) -> None:
-            self.send(name, info.policy_version, activate=False)
-
+        load = partial(self.send, version=info.policy_version, activate=False)
         change = AdapterChange(self.model, self.server, load, info)
         self.proved = Proof(self.model, self.server).prove(info, change)
         return self.proved.noise
