@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 from uuid import uuid4
@@ -64,8 +65,7 @@ Modules = dict[str, Tensor]
 class AdapterChange(Change):
     """Every adapted module's B random and large. Adapters are loaded under names that only the proof's requests use.
 
-    Args:
-        load: loads the model's present adapter into the server under a name, without making it the served version.
+    `load` loads the model's present adapter into the server under a name, without making it the served version.
     """
 
     fix = f"nothing was trained; {SAME_MODEL}"
@@ -77,7 +77,7 @@ class AdapterChange(Change):
         self._load = load
         self._lora_name = info.lora_name
         self._layers = adapted_layers(model)
-        self._modules = adapted_modules(model)
+        self._modules: Modules = {name: layer.lora_B["default"].weight for name, layer in self._layers.items()}
         self._loaded: dict[Stage, tuple[str, Modules]] = {}  # name in the server, weights
 
     def deliver(self, stage: Stage) -> Served:
@@ -122,7 +122,6 @@ class AdapterChange(Change):
             return None
 
     def _having(self, stage: Stage) -> AbstractContextManager[None]:
-        """Return the context in which the model has the adapter of a stage."""
         return replaced(self._modules, self._loaded[stage][1])
 
     def _nearer_stage(self, stage: Stage, probes: list[Probe], least: float) -> Stage | None:
@@ -197,11 +196,6 @@ def adapted_layers(model: PeftModel) -> dict[str, Any]:
     return {name.removeprefix("base_model.model."): layer for name, layer in layers.items()}
 
 
-def adapted_modules(model: PeftModel) -> Modules:
-    """Return the modules that the adapter changes."""
-    return {name: layer.lora_B["default"].weight for name, layer in adapted_layers(model).items()}
-
-
 @contextmanager
 def left_out(layers: Sequence[Any]) -> Iterator[None]:
     """In forward passes of `1 + len(layers)` rows, row `i + 1` lacks the adapter's part of `layers[i]`.
@@ -209,18 +203,15 @@ def left_out(layers: Sequence[Any]) -> Iterator[None]:
     Works without gradients only.
     """
 
-    def leave_out(row: int) -> Callable[[Any, tuple[Any, ...], Tensor], Tensor]:
-        def hook(layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            # A mixture's shared expert gets the tokens of all rows in one dimension.
-            rows_BTI, rows_BTO = (each.reshape(1 + len(layers), -1, each.shape[-1]) for each in (args[0], output))
-            rows_BTO[row] = layer.base_layer(rows_BTI[row])
-            return rows_BTO.view_as(output)
-
-        return hook
+    def leave_out(row: int, layer: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        # A mixture's shared expert gets the tokens of all rows in one dimension.
+        rows_BTI, rows_BTO = (each.reshape(1 + len(layers), -1, each.shape[-1]) for each in (args[0], output))
+        rows_BTO[row] = layer.base_layer(rows_BTI[row])
+        return rows_BTO.view_as(output)
 
     with ExitStack() as stack:
         for row, layer in enumerate(layers, 1):
-            stack.callback(layer.register_forward_hook(leave_out(row)).remove)
+            stack.callback(layer.register_forward_hook(partial(leave_out, row)).remove)
         yield
 
 
@@ -253,7 +244,6 @@ Suspicion = tuple[str, Mapping[str, float]]
 
 
 def wrong_scales(model: PeftModel) -> Iterator[Suspicion]:
-    """Yield the suspicion of each wrong scale."""
     layers = adapted_layers(model)
     scaling, rank = next((layer.scaling["default"], layer.r["default"]) for layer in layers.values())
     factors: dict[str, float] = {"applied twice": scaling, "not applied": 1 / scaling, "rank-stabilised": rank**0.5}
@@ -298,11 +288,8 @@ def look_for_each_module(
     difference is projected on that effect. The result is 0 if the module is served and 1 if it is missing, up to noise,
     which is spread over all tokens.
 
-    Args:
-        server_N: the server's logprobs.
-        logprobs_without: returns the trainer's logprobs of the same tokens, `[1 + modules, N]`: with the present
-            adapter, and without each of the given modules.
-        at_once: number of modules in one call.
+    `logprobs_without` returns the trainer's logprobs of the same tokens, `[1 + modules, N]`: with the present adapter,
+    and without each of the given modules, of which it takes `at_once`.
     """
     deadline = time.monotonic() + SECONDS
     effects: dict[str, Tensor] = {}
@@ -333,9 +320,8 @@ def look_for_each_module(
 def _absent_share(rest_N: Tensor, effect_N: Tensor) -> float | None:
     """Return which share of a module's effect the server lacks; None if it serves most of it, or if that is not sure.
 
-    Args:
-        rest_N: the server's logprobs minus the trainer's.
-        effect_N: the trainer's logprobs without the module minus those with it.
+    `rest_N` is the server's logprobs minus the trainer's, `effect_N` the trainer's without the module minus those with
+    it.
     """
     square, projection = float(effect_N @ effect_N), float(rest_N @ effect_N)
     chance = float(rest_N.norm()) / len(rest_N) ** 0.5  # one standard deviation of a projection on a unit vector

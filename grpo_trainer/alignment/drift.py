@@ -193,10 +193,8 @@ def find_drift(
 ) -> tuple[Cause, list[SampleGap]] | None:
     """Return what is wrong with a step's samples, and which samples; None: nothing.
 
-    Args:
-        version: the trainer's version.
-        limit: largest mean gap that samples of this version may have, in nats a token.
-        recheck: computes samples of a version again; called only if their gap is above the limit.
+    `limit` is the largest mean gap that samples of the trainer's version may have, in nats a token. `recheck` computes
+    samples of a version again, and is called only if their gap is above the limit.
     """
     if broken := [gap for gap in gaps if not math.isfinite(gap.total)]:
         return Cause.NOT_FINITE, broken
@@ -286,11 +284,8 @@ class DriftAlarm:
 def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> DriftAlarm:
     """Return the alarm that the options ask for.
 
-    The default limit follows from the noise that the bridge proof measured. Without a proof it is the largest noise
-    that a proof accepts for a server in bfloat16, or the ceiling of quantised sides.
-
-    Args:
-        noise: in nats a token; None: the proof was skipped.
+    The default limit follows from the noise that the bridge proof measured, in nats a token. Without a proof (None) it
+    is the largest noise that a proof accepts for a server in bfloat16, or the ceiling of quantised sides.
     """
     in_4_bits, in_8_bits = config.load_in_4bit, config.server.in_8_bits
     quantised = in_4_bits or in_8_bits

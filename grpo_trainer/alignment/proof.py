@@ -105,9 +105,7 @@ class Served:
 class Change:
     """A change that a proof makes. This class makes none: its server was launched on the model's present weights.
 
-    Args:
-        version: of the present weights.
-        world: the processes that make the change and the proof together, if the model takes all of them.
+    If the model takes all processes of `world`, they make the change and the proof together.
     """
 
     fix: str = SAME_MODEL
@@ -142,11 +140,7 @@ class Change:
         return None
 
     def check_parts(self, prompt: list[int]) -> str:
-        """Check on a prompt that the server has each part of the synthetic change; return a note for the log.
-
-        Raises:
-            BridgeError: it lacks one.
-        """
+        """Check on a prompt that the server has each part of the synthetic change; return a note for the log."""
         return ""
 
     def close(self) -> None:
@@ -183,10 +177,8 @@ def _worst(asked: Sequence[_Asked]) -> _Asked:
 class Proof:
     """Compares servers with the trainer. The first comparison measures the noise, also for servers relaunched later.
 
-    Args:
-        servers: a server; or several by URL, which get the same weights in the same way.
-        dtype: dtype of the trainer's forward pass; None: that of the model's weights.
-        world: see `Change`. Rank 0 alone asks the servers.
+    Several servers, by URL, get the same weights in the same way. Rank 0 alone asks them. `dtype` is that of the
+    trainer's forward pass; None: that of the model's weights.
     """
 
     def __init__(
@@ -287,14 +279,12 @@ class Proof:
         """Ask all servers, and compare what each sampled with the trainer's own logprobs."""
         prompts, tokens = self._prompts(info), self._completion(info)
         several = len(self._servers) > 1
-
-        def probes_of_all() -> dict[str, list[Probe]]:
-            return {
+        probes = self._world.lead(
+            lambda: {
                 url if several else "": ask(server, prompts, tokens, name=served.name, version=served.version)
                 for url, server in self._servers.items()
             }
-
-        probes = self._world.lead(probes_of_all)
+        )
         return [_Asked(url, its, common_gap(self._world, self.model, its)) for url, its in probes.items()]
 
     def _prompts(self, info: BridgeInfo) -> list[list[int]]:
@@ -335,10 +325,8 @@ def enlarge(
 ) -> None:
     """Make a synthetic change so large that it moves the trainer's own logprobs by `move` nats a token on average.
 
-    Args:
-        before: logprobs of the prompts without the change.
-        change: makes the change of a size in `RELATIVE_SIZES`, of which the largest is used if none is enough.
-        world: the processes that make the change together.
+    `before` are the logprobs without the change. `change` makes it of a size in `RELATIVE_SIZES`, of which the largest
+    is used if none is enough.
     """
     for size in RELATIVE_SIZES:
         change(size)
@@ -351,11 +339,11 @@ def enlarge(
 
 
 class WeightChange(Change):
-    """Half the rows of a few matrices; the server shares the trainer's memory, or is sent all weights.
+    """Half the rows of two matrices, of attention and of the MLP, in the first, middle and last layer.
 
-    Args:
-        writing: returns the context in which the weights are changed; afterwards the server has them as the given
-            version.
+    The server shares the trainer's memory, or is sent all weights: after the context that `writing` returns, in which
+    the weights are changed, it has them as the given version. If the weights are sharded over processes, each process
+    changes half of the rows that it has.
     """
 
     fix = f"nothing was trained, and the weights are those of before: restart the server, or {SAME_MODEL}"
@@ -369,7 +357,7 @@ class WeightChange(Change):
     ) -> None:
         super().__init__(model, version, world)
         self._writing = writing
-        self._rows = SyntheticRows(model)
+        self._saved: list[tuple[Tensor, Tensor]] = []  # a changed place, and a copy of its old content
 
     def deliver(self, stage: Stage) -> Served:
         """Return the present weights, which the server has since `made` ended."""
@@ -381,7 +369,7 @@ class WeightChange(Change):
         try:
             with self._writing(PROOF_VERSION):
                 before = logprobs_of(self.model, prompts)
-                enlarge(self.model, prompts, before, move, self._rows.make, self.world)
+                enlarge(self.model, prompts, before, move, self._add_noise, self.world)
             yield Served("synthetic", "synthetic change", version=PROOF_VERSION)
         except BaseException as error:
             if self.world.is_common(error):  # the server may have ended: a run may go on with others
@@ -390,27 +378,19 @@ class WeightChange(Change):
         self._undo()
 
     def _undo(self) -> None:
-        with self._writing(self.version):
-            self._rows.restore()
+        """Restore the old weights bit for bit."""
+        with self._writing(self.version), torch.no_grad():
+            for place, saved in self._saved:
+                place.copy_(saved)
+            self._saved = []
 
     def fault(self, served: Served, probes: list[Probe], own: float, allowed: float) -> str:
         if served.stage == "synthetic":
             return UNSEEN if self.distance(probes) <= allowed else MISPLACED
         return STALE if served.stage == "restored" else OTHER_WEIGHTS
 
-
-class SyntheticRows:
-    """Half the rows of two matrices, of attention and of the MLP, in the first, middle and last layer.
-
-    If the weights are sharded over processes, each process changes half of the rows that it has.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._saved: list[tuple[Tensor, Tensor]] = []  # a changed place, and a copy of its old content
-
     @torch.no_grad()
-    def make(self, size: float) -> None:
+    def _add_noise(self, size: float) -> None:
         """Add noise of `size` times the matrices' own to the old weights."""
         self._saved = self._saved or [(place, place.clone()) for place in self._places()]
         for index, (place, saved) in enumerate(self._saved):
@@ -418,20 +398,13 @@ class SyntheticRows:
             noise = torch.randn(saved.shape, generator=generator, device=place.device)
             place.copy_(saved.float() + noise.mul_(size * saved.float().square().mean().sqrt()))
 
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the old weights bit for bit."""
-        for place, saved in self._saved:
-            place.copy_(saved)
-        self._saved = []
-
     def _places(self) -> list[Tensor]:
         """Return views of half the rows of the first and last matrix of some layers; of stacked experts, the first.
 
         Of a sharded matrix a process may have no row.
         """
-        found = decoder_layers(self._model)
-        layers = self._model.get_submodule(found.name)
+        found = decoder_layers(self.model)
+        layers = self.model.get_submodule(found.name)
         chosen = []
         for index in sorted({0, found.count // 2, found.count - 1}):
             parameters = (each.detach() for each in layers.get_submodule(str(index)).parameters() if each.ndim >= 2)

@@ -66,12 +66,9 @@ def ready(
 ) -> ReadyBatch:
     """Turn scored groups into tensors in main memory: `prepare`, `deal` to the processes, `split`.
 
-    Args:
-        packed, shared: see `microbatches.plan`.
-        same_batch: all processes train on the whole batch.
+    With `same_batch`, all processes train on the whole batch.
     """
-    drop = config.overlong == "drop"
-    prepared = prepare(batch, config, config.seq_len, drop_overlong=drop)
+    prepared = prepare(batch, config, config.seq_len, drop_overlong=config.overlong == "drop")
     budget = config.max_tokens_per_microbatch
     own, *others = (
         tuple(split(share, config.batch_size, max_tokens=budget, packed=packed, shared=shared))
@@ -88,9 +85,8 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
     microbatches changes the loss. A sequence without a trained token is in no denominator. Sequences without a
     gradient are skipped: all their advantages are 0, and no other term of the loss trains on them.
 
-    Args:
-        seq_len: longer sequences are truncated.
-        drop_overlong: no token of a longer sequence is trained; its reward remains part of its group's mean.
+    Sequences longer than `seq_len` are truncated. With `drop_overlong` none of their tokens is trained; their reward
+    remains part of their group's mean.
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     overlong = [len(sample.tokens_T) > seq_len for sample in samples]
@@ -168,17 +164,14 @@ def group_advantages(
     scale: Literal["group", "none"] = "group",
     estimator: str = "group",
 ) -> list[float]:
-    """Return the advantages of a group's sequences over a baseline of their rewards.
+    """Return the advantages of a group's sequences over a baseline of their rewards, one for each.
+
+    They sum to 0 unless the user's own function gave them; a group whose rewards are all equal gets exactly 0.
 
     Args:
-        rewards: one per sequence of a group.
         scale: "group" divides by the group's sample standard deviation (n - 1) plus `STD_FLOOR`.
         estimator: the baseline is the mean of the group ("group"), or for each sequence that of the others ("rloo");
             or the import path of a function from the rewards to the advantages, which `scale` does not change.
-
-    Returns:
-        One advantage per sequence. They sum to 0 unless the user's own function gave them; a group whose rewards are
-        all equal gets exactly 0.
 
     Raises:
         ConfigError: the user's own function did not return one finite number for each reward.

@@ -57,7 +57,6 @@ class Packed:
     shared: SharedPrompts | None = None  # None: all pieces are whole sequences
 
     def to(self, device: torch.device) -> Packed:
-        """The same on a device."""
         return _moved(self, partial(_to, device=device))
 
 
@@ -82,7 +81,6 @@ class MicroBatch(TrainedTokens):
         return _moved(self, move)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device."""
         return self.moved(partial(_to, device=device))
 
 
@@ -115,7 +113,6 @@ def plan(
     Args:
         size: sequences of a microbatch if `max_tokens` is None.
         max_tokens: most tokens of a microbatch, including padding; a single sequence may have more.
-        packed: microbatches have no padding.
         shared: in packed rows, a prompt that several sequences share stands once. Its family stays together; if it does
             not fit, it continues in the next microbatch, which repeats the prompt.
     """
@@ -219,8 +216,7 @@ def _filled_evenly(
 def deal(sequences: Sequence[Sample], processes: int, *, shared: bool = False) -> list[list[Sample]]:
     """Return shares with about the same number of tokens: each sequence, longest first, joins the smallest share.
 
-    Args:
-        shared: shared prompts are computed once, so the list is ordered by family, and split where a share is full.
+    Shared prompts are computed once, so with `shared` the list is ordered by family, and split where a share is full.
     """
     if processes == 1:
         return [list(sequences)]
@@ -272,9 +268,8 @@ def idle_microbatch(packed: bool, shared: bool) -> MicroBatch:
 def layout(alone: Sequence[int], kin: Sequence[tuple[int, Sequence[int]]] = ()) -> Packed:
     """Return the layout of shared prompts, their completions and the other sequences, end to end.
 
-    Args:
-        alone: lengths of sequences that share no prompt.
-        kin: for each shared prompt its length, and the lengths of the whole sequences that begin with it.
+    `alone` are lengths of sequences that share no prompt. `kin` has for each shared prompt its length, and the lengths
+    of the whole sequences that begin with it.
     """
     prompts = [prompt for prompt, _ in kin]
     completions = [length - prompt for prompt, lengths in kin for length in lengths]

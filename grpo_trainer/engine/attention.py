@@ -165,18 +165,13 @@ def merge(out_RHD: Tensor, normalisers_HR: Tensor, seen_RHD: Tensor, seen_HR: Te
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of queries and rows of keys, each end to end; the n-th row of queries attends to the n-th row of keys.
+    """Rows of queries and rows of keys, each end to end; the n-th row of queries attends to the n-th row of keys."""
 
-    Attributes:
-        queries, keys: int32, where each row begins, and where the last ends.
-        causal: both rows have the same length, and a query does not attend to keys after it.
-    """
-
-    queries: Tensor
-    keys: Tensor
+    queries: Tensor  # int32, where each row begins, and where the last ends
+    keys: Tensor  # likewise
     longest_queries: int
     longest_keys: int
-    causal: bool
+    causal: bool  # both rows have the same length, and a query does not attend to keys after it
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
         """Return the slices of queries and keys, row by row."""
@@ -312,12 +307,7 @@ def arguments(packed: Packed) -> dict[str, Any]:
 
 
 def why_not(config: Any, seq_len: int) -> str | None:
-    """Return the feature of a model that packed attention does not support, or None.
-
-    Args:
-        config: transformers' configuration of a text model.
-        seq_len: longest sequence.
-    """
+    """Return the feature of a text model that packed attention does not support, or None."""
     window = getattr(config, "sliding_window", None)
     if window is not None and window < seq_len and getattr(config, "use_sliding_window", True):
         return f"its attention has a sliding window of {window} tokens"

@@ -39,11 +39,8 @@ class CompiledLayers:
     """Layers that are compiled within the block of `active` and uncompiled outside it.
 
     Other passes of a run, such as the bridge's proof, are rare and of other kinds, and each kind would take a minute to
-    compile.
-
-    Attributes:
-        plan: what the layers keep. The recomputation of the rest is part of the backward graph. Unlike a checkpoint
-            around a layer, it needs no second Python call, and it skips results that the backward pass does not use.
+    compile. What the layers do not keep is recomputed as part of the backward graph. Unlike a checkpoint around a
+    layer, that needs no second Python call, and it skips results that the backward pass does not use.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
@@ -56,8 +53,7 @@ class CompiledLayers:
     def try_out(self, plan: Recomputation, trial: Callable[[], None]) -> str | None:
         """Adopt a plan if torch can compile it and return None; otherwise keep the old plan and return the reason.
 
-        Args:
-            trial: makes a forward and a backward pass, which leave gradients on the parameters.
+        `trial` makes a forward and a backward pass, which leave gradients on the parameters.
         """
         before, self.plan = self.plan, plan
         levels = {plan.of(number) for number in range(len(self._layers))}
@@ -169,11 +165,7 @@ def learn(hidden: Tensor) -> None:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A call of a sharded layer within a pass, with tensors that have no history.
-
-    Attributes:
-        autocast: in which the layer was called.
-    """
+    """A call of a sharded layer within a pass, with tensors that have no history."""
 
     layer: FSDPModule
     args: tuple[Any, ...]
@@ -182,8 +174,6 @@ class LayerCall:
 
     @classmethod
     def of(cls, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str) -> LayerCall:
-        """Note a call on a kind of device."""
-
         def apart(value: Any) -> Any:
             return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
@@ -213,12 +203,7 @@ class LayerCall:
 def compile_layers(
     layers: nn.ModuleList, trial: Callable[[], None], plan: Recomputation | None = None
 ) -> CompiledLayers | None:
-    """Return the compiled layers; None if torch can't compile them.
-
-    Args:
-        trial: see `CompiledLayers.try_out`.
-        plan: what the layers keep, if that is known already.
-    """
+    """Return the compiled layers; None if torch can't compile them. `plan` is what they keep, if that is known."""
     dynamo_config.cache_size_limit = max(GRAPHS, dynamo_config.cache_size_limit)
     compiled = CompiledLayers(layers)
     if plan is not None and compiled.try_out(plan, trial) is None:

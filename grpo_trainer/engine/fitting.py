@@ -71,10 +71,8 @@ def fit(
 ) -> None:
     """Compile and checkpoint a model's layers as the options say, or as the device's memory requires.
 
-    Args:
-        before_measuring: called before the device's free memory is read; returns when the other processes on the device
-            have allocated their memory.
-        states_over: number of processes over which the optimizer states of `trained` are sharded.
+    `before_measuring` is called before the device's free memory is read, and returns when the other processes on the
+    device have allocated their memory. The optimizer states of `trained` are sharded over `states_over` processes.
     """
     use_few_kernels(forward.model)
     if (layers := known_layers(forward.decoder)) is not None:
@@ -196,7 +194,6 @@ class Fitting:
         scores.logprobs_N.backward(torch.ones_like(scores.logprobs_N))
 
     def _forget_gradients(self) -> None:
-        """Drop the gradients of trial passes."""
         for parameter in self.trained:
             parameter.grad = None
 
@@ -327,9 +324,6 @@ def on_gpu(device: torch.device) -> bool:
 def held_later(trained: Sequence[Parameter], config: TrainConfig, states_over: int = 1) -> float:
     """Return the bytes of gradients, optimizer states and master weights, which the first step allocates.
 
-    Args:
-        states_over: number of processes over which states and master weights are sharded.
-
     For sharded weights, these are the bytes of this process's shard.
     """
     own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
@@ -357,10 +351,8 @@ def compile_ahead(config: TrainConfig, skeleton: PreTrainedModel) -> None:
     """Compile the graphs of a model's decoder layers, if the options ask for compiled layers, while its server starts.
 
     torch.compile stores its graphs with the code of a layer, so all layers of one class share them. It is therefore
-    enough to compile two layers with temporary weights: the model's own layers then find the graphs.
-
-    Args:
-        skeleton: the model without weights; its buffers are on the device.
+    enough to compile two layers with temporary weights: the model's own layers then find the graphs. The buffers of
+    `skeleton`, the model without weights, are on the device.
     """
     device = next((buffer.device for buffer in skeleton.buffers()), torch.device("cpu"))
     trains_some = config.layer_indices is not None

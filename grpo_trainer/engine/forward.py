@@ -186,11 +186,7 @@ def _plain_head(whole: PreTrainedModel) -> nn.Linear | None:
 
 
 def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, str]:
-    """Return a model's parts if its logits are just its head applied to its decoder's hidden states, else why not.
-
-    Args:
-        computes: dtype of the forward pass of a model with fp32 weights.
-    """
+    """Return a model's parts if its logits are just its head applied to its decoder's hidden states, else why not."""
     if not isinstance(whole, PreTrainedModel):
         return None, f"{type(whole).__name__} is no transformers model"
     head, decoder = _plain_head(whole), whole.base_model
@@ -210,40 +206,31 @@ def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, st
 
 
 def _packs(parts: Parts, asked: Choice, seq_len: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether to pack microbatches, and if so switch the model's attention to the packed one.
-
-    Raises:
-        ConfigError: `--packing on` is set, but the model does not support it.
-    """
+    """Return whether to pack microbatches, and if so switch the model's attention to the packed one."""
     if asked == "off" or (asked == "auto" and device.type != "cuda"):
         return False
     why = _why_not_packed(parts, seq_len, dtype, device)
-    if why is None:
-        return True
-    if asked == "on":
-        summary = f"{type(parts.whole).__name__}: {why}"
-        raise ConfigError(summary, field="--packing", got="on", fix="leave it out")
-    warn_once(log, "microbatches are padded, not packed: %s: %s", type(parts.whole).__name__, why)
-    return False
+    refused = why and f"{type(parts.whole).__name__}: {why}"
+    return _supports("packing", asked, refused, "microbatches are padded, not packed")
 
 
 def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
-    """Return whether to compute a prompt once that several sequences share.
-
-    Raises:
-        ConfigError: `--share-prompts on` is set, but the model does not support it.
-    """
+    """Return whether to compute a prompt once that several sequences share."""
     if asked == "off" or (asked == "auto" and not packed):
         return False
     why = None if packed else "sequences are not packed"
     if packed and not _lets_prompts_be_shared(parts):
         why = f"{type(parts.whole).__name__} does not give the same when sequences share a prompt"
-    if why is None:
-        return True
-    if asked == "on":
-        raise ConfigError(why, field="--share-prompts", got="on", fix="leave it out")
-    warn_once(log, "shared prompts are computed once per sequence: %s", why)
-    return False
+    return _supports("share-prompts", asked, why, "shared prompts are computed once per sequence")
+
+
+def _supports(option: str, asked: Choice, why_not: str | None, instead: str) -> bool:
+    """Return whether a model supports an option, and warn if not; if it is `on`, raise a `ConfigError`."""
+    if why_not is not None and asked == "on":
+        raise ConfigError(why_not, field=f"--{option}", got="on", fix="leave it out")
+    if why_not is not None:
+        warn_once(log, "%s: %s", instead, why_not)
+    return why_not is None
 
 
 def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -42,17 +42,11 @@ Residual = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, tor
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of N positions, in fp32 and nats.
+    """Scores of N positions, in fp32 and nats."""
 
-    Attributes:
-        logprobs_N: logprob of the token at each position, with gradient.
-        entropy_N: entropy of the distribution that it was sampled from, with gradient if requested.
-        others_NK: logprobs of further requested tokens, with gradient.
-    """
-
-    logprobs_N: Tensor
-    entropy_N: Tensor
-    others_NK: Tensor
+    logprobs_N: Tensor  # of the token at each position, with gradient
+    entropy_N: Tensor  # of the distribution that it was sampled from, with gradient if requested
+    others_NK: Tensor  # logprobs of further requested tokens, with gradient
 
 
 def statistics(logits_nV: Tensor, targets_n: Tensor, temperature_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,26 +90,17 @@ def residual(
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How scores are computed; the plan changes results by rounding only.
+    """How scores are computed; the plan changes results by rounding only."""
 
-    Attributes:
-        dtype: dtype of the factors of matrix products, and of the logits' gradients.
-        logits_dtype: dtype of the logits, `dtype` or fp32.
-        distills: some tokens have a teacher; logprobs of the teacher's tokens take more memory and are not compiled.
-        chunk_bytes: bytes of a chunk's logits.
-        kept_bytes: the logits of all rows are kept for the backward pass if they take no more than this.
-        statistics, residual: the functions of this module, or compiled ones, which need no intermediate tensors.
-        own: the tokens whose rows of the head this process has; None: all.
-    """
-
-    dtype: torch.dtype
-    logits_dtype: torch.dtype
-    distills: bool = False
-    chunk_bytes: int = HEAD_CHUNK_BYTES
-    kept_bytes: int = 0
+    dtype: torch.dtype  # of the factors of matrix products, and of the logits' gradients
+    logits_dtype: torch.dtype  # `dtype` or fp32
+    distills: bool = False  # some tokens have a teacher, whose logprobs take more memory and are not compiled
+    chunk_bytes: int = HEAD_CHUNK_BYTES  # of a chunk's logits
+    kept_bytes: int = 0  # the logits of all rows are kept for the backward pass if they take no more than this
+    # These are the functions of this module, or compiled ones, which need no intermediate tensors.
     statistics: Statistics = statistics
     residual: Residual = residual
-    own: range | None = None
+    own: range | None = None  # the tokens whose rows of the head this process has; None: all
 
     def compiled(self) -> HeadPlan:
         """Return the plan with both functions compiled, and chunks of a suitable size."""
@@ -145,7 +130,6 @@ class HeadPlan:
         return max(128, self.chunk_bytes // (vocab * self.logits_dtype.itemsize) // 128 * 128)
 
     def logits(self, hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Return the logits of a chunk's rows."""
         exact = self.logits_dtype != self.dtype
         return (product if exact else functional.linear)(hidden_nH, weight_VH, bias_V)
 
@@ -176,15 +160,10 @@ class ExactHead(nn.Linear):
 
 
 class ShardedHead(ExactHead):
-    """A head with the rows of some tokens, whose logits all processes together compute; `out_features` counts all.
+    """A head with the rows of some tokens, whose logits all processes together compute; `out_features` counts all."""
 
-    Attributes:
-        own: these tokens.
-        each: the number of tokens of each process; the last ones may have fewer.
-    """
-
-    own: range
-    each: int
+    own: range  # these tokens
+    each: int  # the number of tokens of each process; the last ones may have fewer
 
     def forward(self, input: Tensor) -> Tensor:
         return gather_columns(super().forward(spread(input)), self.each)[..., : self.out_features]
@@ -241,15 +220,7 @@ def head_scores(
     *,
     entropy_gradient: bool = False,
 ) -> TokenScores:
-    """Return scores of tokens under the distributions that they were sampled from, as `logprobs.token_scores` does.
-
-    Args:
-        hidden_NH: the model's last hidden states at the positions that predict the tokens.
-        weight_VH, bias_V: the head's parameters.
-        targets_N: the tokens.
-        temperature_N: divides the logits.
-        others_NK: further tokens at the same positions whose logprobs are returned.
-    """
+    """Return scores of the tokens `targets_N`, as `token_scores` does, from the hidden states that predict them."""
     weight_VH, bias_V = weight_VH.to(plan.dtype), None if bias_V is None else bias_V.to(plan.dtype)
     if plan.own is not None:
         assert not others_NK.numel(), "teachers' tokens are not looked up in shards"
@@ -351,10 +322,8 @@ def over_all_tokens(own_3N: Tensor, has_N: Tensor) -> Tensor:
     """Return logprobs, entropies and logs of normalisers over all tokens, from those over each process's tokens.
 
     With L a process's log of the normaliser, its tokens have a probability of p = exp(L) / sum(exp(L)) together. The
-    entropy is the sum of p (H - log(p)), with H the entropy among its tokens.
-
-    Args:
-        has_N: whether the target is one of this process's tokens.
+    entropy is the sum of p (H - log(p)), with H the entropy among its tokens. `has_N`: the target is one of this
+    process's tokens.
     """
     logprobs_N, entropy_N, normaliser_N = own_3N.double()
     peak_N = reduced(normaliser_N, dist.ReduceOp.MAX)
@@ -405,13 +374,9 @@ def token_scores(
 ) -> TokenScores:
     """Return scores of the tokens at each (row, column), under the distribution that they were sampled from.
 
-    The logits at position t predict the token at t + 1: that of `tokens_BT[b, t]` is in `logits_BTV[b, t - 1]`.
-
-    Args:
-        logits_BTV: any float dtype; scores are computed in fp32 by chunks, and recomputed in the backward pass.
-        columns_N: positions of the tokens, each >= 1.
-        temperature_N: divides the logits.
-        others_NK: ids of further tokens at the same positions whose logprobs are returned.
+    The logits at position t predict the token at t + 1: that of `tokens_BT[b, t]` is in `logits_BTV[b, t - 1]`, so each
+    column is at least 1. Scores are computed in fp32 by chunks, and recomputed in the backward pass. `others_NK` are
+    ids of further tokens at the same positions whose logprobs are returned.
     """
     if others_NK is None:
         others_NK = rows_N.new_zeros(len(rows_N), 0)

@@ -66,21 +66,12 @@ def describe(plan: Recomputation, layers: int) -> str:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Memory that a forward pass keeps for its backward pass.
+    """Memory that a forward pass keeps for its backward pass."""
 
-    Attributes:
-        layers: number of the decoder's layers.
-        token_bytes: what is kept -> bytes of one layer for each token; has `ALL` and `INPUT` at least.
-        fixed_bytes: what is kept -> bytes of one layer for any number of tokens, such as its weights in another dtype.
-    """
-
-    layers: int
-    token_bytes: Mapping[Kept, float]
+    layers: int  # number of the decoder's layers
+    token_bytes: Mapping[Kept, float]  # of one layer for each token, by what is kept; has `ALL` and `INPUT` at least
     fixed_bytes: Mapping[Kept, float] = field(default_factory=dict)
-
-    def of_layer(self, tokens: int, kept: Kept) -> float:
-        """Return the bytes that a layer keeps."""
-        return tokens * self.token_bytes[kept] + self.fixed_bytes.get(kept, 0.0)
+    """Of one layer for any number of tokens, such as its weights in another dtype."""
 
     def needed(self, tokens: int, plan: Recomputation) -> float:
         """Return the bytes at the peak of a pass.
@@ -89,7 +80,10 @@ class LayerMemory:
         two candidates for the peak. When the backward pass begins, the last layer holds these on top of what all layers
         keep. When it reaches the last recomputing layer, that layer holds them on top of what the first `count` keep.
         """
-        whole, less, more = (self.of_layer(tokens, kept) for kept in (Kept.ALL, plan.less, plan.more))
+        whole, less, more = (
+            tokens * self.token_bytes[kept] + self.fixed_bytes.get(kept, 0.0)
+            for kept in (Kept.ALL, plan.less, plan.more)
+        )
         gradients = tokens * self.token_bytes[Kept.ALL]
         first, rest = plan.count * less, (self.layers - plan.count) * more
         peaks = []
@@ -141,8 +135,7 @@ MEASURED = (128, 384)
 def measure(model: nn.Module, run: Callable[[int], Tensor]) -> tuple[float, float]:
     """Return the bytes that a pass keeps for each token, and the bytes that it keeps for any number of tokens.
 
-    Args:
-        run: makes a forward pass with gradient over a given number of tokens.
+    `run` makes a forward pass with gradient over a given number of tokens.
     """
     totals = []
     alive: list[Tensor] = []

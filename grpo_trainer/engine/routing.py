@@ -34,11 +34,7 @@ FEWEST = 32
 
 
 class Routing:
-    """Replays a microbatch's experts in the routers of a model.
-
-    Attributes:
-        shape: of the model.
-    """
+    """Replays a microbatch's experts in the routers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         routers = [module for module in model.modules() if isinstance(module, ROUTERS)]

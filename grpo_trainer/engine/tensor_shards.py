@@ -12,7 +12,7 @@ processes (`collectives.py`); everything between the layers is the same in all p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,37 +37,26 @@ NORMS_OF_HEADS = ("q_norm", "k_norm")
 
 @dataclass(frozen=True)
 class Cut:
-    """How a tensor is cut.
-
-    Attributes:
-        dim: the dimension along which it is cut.
-        size: its size there, in all processes together.
-        each: the size of each process's part there; the last parts may be shorter.
-    """
+    """How a tensor is cut along a dimension."""
 
     dim: int
-    size: int
-    each: int
+    size: int  # along it, in all processes together
+    each: int  # of each process's part; the last parts may be shorter
 
     def own(self, rank: int) -> range:
-        """Return a rank's part of the dimension."""
         return range(min(rank * self.each, self.size), min((rank + 1) * self.each, self.size))
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """What a process has of a model's parameters.
-
-    Attributes:
-        rank, ranks: the process, and the number of processes.
-        cuts: parameters of which it has a part, by each of their names; it has all of the others.
-        partial: whole parameters whose gradient is computed in parts, by each process for its heads.
-    """
+    """What a process has of a model's parameters."""
 
     rank: int
     ranks: int
     cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """Parameters of which it has a part, by each of their names; it has all of the others."""
     partial: frozenset[str] = frozenset()
+    """Whole parameters whose gradient is computed in parts, by each process for its heads."""
 
     @property
     def padded(self) -> dict[str, int]:
@@ -79,11 +68,7 @@ class ModelShard:
         return whole if (cut := self.cuts.get(name)) is None else _part(whole, cut, self.rank)
 
     def gathered(self, name: str, own: Tensor) -> Tensor:
-        """Return the whole tensor, of the parts that all processes have; all of them call this.
-
-        Raises:
-            PeerGoneError: another process has ended.
-        """
+        """Return the whole tensor, of the parts that all processes have; all of them call this."""
         if (cut := self.cuts.get(name)) is None:
             return own
         parts = []
@@ -96,7 +81,6 @@ class ModelShard:
         return torch.cat(parts, cut.dim)
 
     def whole_shape(self, name: str, own: Tensor) -> torch.Size:
-        """Return the shape of the whole tensor."""
         shape = [*own.shape]
         if (cut := self.cuts.get(name)) is not None:
             shape[cut.dim] = cut.size
@@ -104,13 +88,9 @@ class ModelShard:
 
 
 class RowsOfVocabulary(nn.Embedding):
-    """An embedding with the rows of some tokens.
+    """An embedding with the rows of some tokens."""
 
-    Attributes:
-        first: the first of these tokens.
-    """
-
-    first: int
+    first: int  # of these tokens
 
     def forward(self, input: Tensor) -> Tensor:
         own = input - self.first
@@ -138,7 +118,14 @@ def cut_model(model: PreTrainedModel, rank: int, ranks: int) -> ModelShard:
     config: Any = model.config.get_text_config()
     problems = [*indivisible(config.to_dict(), ranks), *_unknown(model, config)]
     if problems:
-        raise ModelError.of([_of_model(problem) for problem in problems])
+        why = "the trainer does not know how vLLM shards this model"
+        fix = "use --server.tensor-parallel-size 1, or --weight-bridge-mode broadcast, lora_only or none"
+        raise ModelError.of(
+            [
+                replace(each, field=f"--model-name: {each.field}", fix=each.fix or fix, summary=each.summary or why)
+                for each in problems
+            ]
+        )
     cuts: dict[str, Cut] = {}
     partial: set[str] = set()
     made: dict[int, nn.Parameter] = {}  # a tied parameter is cut once
@@ -147,8 +134,9 @@ def cut_model(model: PreTrainedModel, rank: int, ranks: int) -> ModelShard:
         for leaf, whole in [*module.named_parameters(recurse=False)]:
             if (cut := _cut_of(path, leaf, whole, ranks)) is not None:
                 cuts[f"{path}.{leaf}"] = cut
-                part = made.setdefault(id(whole), _parameter(_part(whole.detach(), cut, rank), whole))
-                module.register_parameter(leaf, part)
+                part = _part(whole.detach(), cut, rank).clone(memory_format=torch.contiguous_format)
+                own = nn.Parameter(part, requires_grad=whole.requires_grad)
+                module.register_parameter(leaf, made.setdefault(id(whole), own))
             elif _leaf(path) in NORMS_OF_HEADS:
                 partial.add(f"{path}.{leaf}")
         _adapt(path, module, cuts, rank)
@@ -162,13 +150,6 @@ def cut_model(model: PreTrainedModel, rank: int, ranks: int) -> ModelShard:
 def shard_of(model: nn.Module) -> ModelShard | None:
     """Return what this process has of a model's parameters; None: all."""
     return vars(model).get(_SHARD)
-
-
-def _of_model(problem: Problem) -> Problem:
-    why = "the trainer does not know how vLLM shards this model"
-    fix = "use --server.tensor-parallel-size 1, or --weight-bridge-mode broadcast, lora_only or none"
-    name = f"--model-name: {problem.field}"
-    return Problem(name, problem.got, problem.wanted, problem.fix or fix, problem.summary or why)
 
 
 def _unknown(model: PreTrainedModel, config: Any) -> Iterator[Problem]:
@@ -203,10 +184,6 @@ def _part(whole: Tensor, cut: Cut, rank: int) -> Tensor:
     return whole.narrow(cut.dim, own.start, len(own))
 
 
-def _parameter(part: Tensor, whole: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=whole.requires_grad)
-
-
 def _adapt(path: str, module: nn.Module, cuts: Mapping[str, Cut], rank: int) -> None:
     """Make a layer compute with its part."""
     if _leaf(path) in BY_COLUMNS:
@@ -226,7 +203,6 @@ def _adapt(path: str, module: nn.Module, cuts: Mapping[str, Cut], rank: int) -> 
 
 
 def _spread_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Spread the hidden states at the input of attention or MLP."""
     if args:
         return (spread(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": spread(kwargs["hidden_states"])}

@@ -135,9 +135,7 @@ def loss_spec(name: str) -> LossSpec:
 def token_weight(loss: str, *, length: int, counts: BatchCounts, max_completion_len: int) -> float:
     """Return the weight of each trained token of a sequence; the batch's loss is the weighted sum over all tokens.
 
-    Args:
-        length: number of trained tokens of the sequence.
-        max_completion_len: the constant of dr_grpo, in tokens.
+    The sequence has `length` trained tokens; `max_completion_len` is the constant of dr_grpo, in tokens.
     """
     match loss_spec(loss).mean:
         case "sequences":

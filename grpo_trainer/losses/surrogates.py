@@ -142,12 +142,7 @@ def mismatch_correction(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> Correction:
-    """Return the weights of all tokens.
-
-    Args:
-        old_N: the trainer's logprobs before the first update on this batch.
-        rollout_N, known_N: the server's logprobs, and where they are known.
-    """
+    """Return the weights of all tokens; `old_N` is from before the first update on this batch."""
     if kind == "none":
         return Correction(torch.ones_like(old_N), torch.zeros_like(known_N))
     log_N = torch.where(known_N, (old_N - rollout_N).detach(), 0.0)

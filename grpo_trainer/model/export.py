@@ -103,12 +103,9 @@ def export_model(
 ) -> None:
     """Write weights, configuration, generation configuration if the model came with one, and tokenizer.
 
-    If the model is the text part of another, write the whole one, with the other parts from its files.
-
-    Args:
-        folder: exists and is empty; see `files.whole_folder`.
-        dtype: dtype of the written weights; LoRA is merged in fp32 before.
-        tensors: weights to write for a model without adapter, by the names of `stored_tensors`; by default its own.
+    If the model is the text part of another, write the whole one, with the other parts from its files. LoRA is merged
+    in fp32, before the weights are rounded to `dtype`. `tensors` are the weights to write for a model without adapter,
+    by the names of `stored_tensors`; by default its own.
 
     Raises:
         ModelError: see `stored_tensors`; or a tensor is not finite in `dtype`, merged or not.
@@ -189,9 +186,6 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer: the files that it was read from, byte for byte, where they are on this machine.
 
     `save_pretrained` of transformers 5 writes files that versions before it do not read; what it writes is corrected.
-
-    Raises:
-        OSError: a file could not be written.
     """
     if not copy_tokenizer(tokenizer.name_or_path, folder):
         tokenizer.save_pretrained(folder)

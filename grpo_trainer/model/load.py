@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -156,7 +157,15 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     check_attention(found, config.attention)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    quantised = {"quantization_config": _in_4_bits(config.model_name, found, dtype)} if config.load_in_4bit else {}
+    quantised: dict[str, Any] = {}
+    if config.load_in_4bit:
+        if (method := quantised_by(found)) is not None:
+            field, wanted = f"--model-name {config.model_name}", "16 or 32 bits to quantise"
+            raise ModelError("is quantised already", field=field, got=method, wanted=wanted)
+        # QLoRA (arXiv 2305.14314): 4-bit NormalFloat with quantised scales.
+        quantised["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+        )
     model = load_causal_lm(
         config.model_name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}, **quantised
     )
@@ -176,13 +185,10 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_all_weights(config: ModelConfig) -> PreTrainedModel:
-    """Load all weights in fp32 and trainable; the forward pass runs in `--dtype` by autocast.
+    """Load all weights in fp32 and trainable (see `load_model`); the forward pass runs in `--dtype` by autocast.
 
     The weights stay fp32 whatever the forward pass computes in, because small updates to 16-bit weights round to
     nothing.
-
-    Raises:
-        ModelError, ConfigError: see `load_model`.
     """
     model = load_model(config.model_copy(update={"dtype": "float32"}))
     model.requires_grad_(True)
@@ -208,23 +214,18 @@ def computing_dtype(model: nn.Module, config: ModelConfig) -> torch.dtype:
 def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """Put a model into training mode, without dropout, with every parameter frozen."""
     model.requires_grad_(False)
-    _remove_dropout(model)
-    _fix_long_rope(model, config.seq_len)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.disable_input_require_grads()  # only reentrant checkpoints need it
-    return model.train()
-
-
-def _remove_dropout(model: PreTrainedModel) -> None:
-    """Disable dropout and jitter in the base model: the server samples without them, so the ratio would be noise."""
-    for module in model.modules():
+    for module in model.modules():  # the server samples without dropout and jitter: with them the ratio would be noise
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         # Others are calls with plain attributes: attention_dropout, residual_dropout, layerdrop, jitter_noise, …
         for name in [name for name, value in vars(module).items() if isinstance(value, float)]:
             if "drop" in name or "jitter" in name:
                 setattr(module, name, 0.0)
+    _fix_long_rope(model, config.seq_len)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.disable_input_require_grads()  # only reentrant checkpoints need it
+    return model.train()
 
 
 def _fix_long_rope(model: PreTrainedModel, seq_len: int) -> None:
@@ -289,27 +290,11 @@ def build_without_weights(config: Any, dtype: torch.dtype, attention: str, devic
 
 def take_generation_config(model: PreTrainedModel, name: str) -> None:
     """Load the generation configuration as `from_pretrained` does, so that saved models have it too."""
-    try:
+    with suppress(OSError):  # the model comes without one; transformers has derived one from its configuration
         model.generation_config = GenerationConfig.from_pretrained(name)
-    except OSError:
-        return  # the model comes without one; transformers has derived one from its configuration
 
 
 # in 4 bits -----------------------------------------------------------------------------------------------------------
-
-
-def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """Return QLoRA's quantisation (arXiv 2305.14314): 4-bit NormalFloat with quantised scales.
-
-    Raises:
-        ModelError: the weights are quantised already.
-    """
-    if (method := quantised_by(found)) is not None:
-        wanted = "16 or 32 bits to quantise"
-        raise ModelError("is quantised already", field=f"--model-name {name}", got=method, wanted=wanted)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
 
 
 def _check_kernel(model: PreTrainedModel, device: torch.device) -> None:

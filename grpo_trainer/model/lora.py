@@ -91,11 +91,7 @@ class DecoderLayers:
     """Names of the linear modules in the layers."""
 
     def check(self, flag: str, numbers: Sequence[int] | None) -> None:
-        """Refuse numbers of layers that the model does not have.
-
-        Raises:
-            ModelError: there are some.
-        """
+        """Raise a `ModelError` for numbers of layers that the model does not have."""
         if beyond := [number for number in numbers or () if number >= self.count]:
             got, wanted = ",".join(map(str, beyond)), f"0 to {self.count - 1}"
             raise ModelError(f"the model has {self.count} layers", field=flag, got=got, wanted=wanted)
@@ -213,11 +209,7 @@ def load_weights(model: PeftModel, weights: Mapping[str, Tensor]) -> None:
 
 
 def save_adapter(model: PeftModel, folder: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json` into an existing folder.
-
-    Args:
-        tensors: the adapter's weights; by default the model's present ones.
-    """
+    """Write PEFT's two files into an existing folder, with the model's present weights or `tensors`."""
     state = {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in (adapter_state(model) if tensors is None else tensors).items()

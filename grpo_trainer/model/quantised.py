@@ -72,11 +72,8 @@ def other_files(model: nn.Module, quantization: str | None) -> tuple[str, str] |
 
     Neither a bridge proof nor the drift alarm shows it reliably: files of 4 bits are as near to the weights that they
     were made of as to those in other 4 bits (0.07 and 0.10 nats a token for a model of 2.5M parameters).
-
-    Args:
-        quantization: vLLM's name of the server's method, such as auto_gptq or awq_marlin.
     """
-    method = (quantization or "").removeprefix("auto_").removesuffix("_marlin")
+    method = (quantization or "").removeprefix("auto_").removesuffix("_marlin")  # vLLM's auto_gptq, awq_marlin, …
     own, served = getattr(model, _METHOD, None), method if method in READ else None
     return None if own == served else (own or PLAIN, served or PLAIN)
 

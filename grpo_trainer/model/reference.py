@@ -37,10 +37,7 @@ class FrozenWeights:
 
     Each decoder layer switches to its frozen weights before its forward pass and back after it. So if weights must be
     moved or cast, the device holds only one layer of them at a time, and those outside the layers (embeddings, head).
-
-    Args:
-        weights: the copy, by the names of the model's parameters; a parameter that has none keeps its own.
-        layers: modules that switch their weights one after the other.
+    A parameter of the model that is not in `weights` keeps its own.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], layers: Sequence[nn.Module] = ()) -> None:
@@ -120,11 +117,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def check_room(size: int, free: float) -> None:
-    """Refuse a copy of the weights that does not fit.
-
-    Raises:
-        ConfigError: `size` is larger than `free`.
-    """
+    """Raise a `ConfigError` if a copy of the weights does not fit."""
     if size > free:
         raise ConfigError(
             "the reference is a copy of the weights",

@@ -39,11 +39,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a config.json (of a model with several parts: its text model's).
-
-        Raises:
-            ModelError: a size is missing; its `got` names it.
-        """
+        """Read a config.json (of several parts, the text model's). The `ModelError` of a missing size names it."""
         text = {key: value for part in config_parts(config) for key, value in part.items()}
         hidden, heads = _first(text, "hidden_size", "n_embd"), _first(text, "num_attention_heads", "n_head")
         experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts", default=0)

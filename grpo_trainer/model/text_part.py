@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -85,10 +85,16 @@ def load_causal_lm(name: str | Path, **options: Any) -> PreTrainedModel:
                 str(error).partition("\n")[0], field=f"--model-name {name}", got=f"weights quantised by {method}",
                 wanted="GPTQ, AWQ, or weights in 16 or 32 bits", fix="name the model that they were made of",
             ) from None  # fmt: skip
-    with _without_report(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]):
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+    ignored = kind._keys_to_ignore_on_load_unexpected
+    # So that transformers does not list the weights of the other parts, which it does not load.
+    kind._keys_to_ignore_on_load_unexpected = [r"^(?!model\.layers\.|model\.norm\.|model\.embed_tokens\.|lm_head\.)"]
+    try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, config=text, key_mapping=dict(READ_AS), output_loading_info=True, **options
         )
+    finally:
+        kind._keys_to_ignore_on_load_unexpected = ignored
     model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise ModelError(
@@ -133,17 +139,6 @@ def _as_part(model: PreTrainedModel, config: Any) -> PreTrainedModel:
     return model
 
 
-@contextmanager
-def _without_report(kind: Any) -> Any:
-    """Let transformers not list the weights of the other parts, which it does not load."""
-    ignored = kind._keys_to_ignore_on_load_unexpected
-    kind._keys_to_ignore_on_load_unexpected = [r"^(?!model\.layers\.|model\.norm\.|model\.embed_tokens\.|lm_head\.)"]
-    try:
-        yield
-    finally:
-        kind._keys_to_ignore_on_load_unexpected = ignored
-
-
 # names -----------------------------------------------------------------------------------------------------
 
 
@@ -179,9 +174,6 @@ def weight_files(name: str) -> list[str]:
 
 class OtherParts:
     """Weights of a whole model that are not of its text part, in its files.
-
-    Args:
-        config: of the whole model, as read from its folder.
 
     Raises:
         ModelError: the folder has no weights in safetensors.
@@ -224,11 +216,7 @@ class OtherParts:
             return {name: files[self._places[name]].get_tensor(name) for name in names}
 
     def copy_processors(self, folder: Path) -> None:
-        """Copy the files that say how images and sounds are read.
-
-        Raises:
-            OSError: a file can't be copied.
-        """
+        """Copy the files that say how images and sounds are read."""
         source = find_folder(self._name)
         for name in PROCESSOR_FILES:
             if source is not None and (source / name).is_file():

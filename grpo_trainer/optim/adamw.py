@@ -363,10 +363,8 @@ def pieces(tensor: Tensor, limit: int, block: int = 1) -> Iterator[Tensor]:
     """Yield views that together make up a tensor, in order, each with at most `limit` elements if rows allow it.
 
     Splitting by rows and matrices always gives views and never copies, whatever the tensor's strides. That matters for
-    shared weights, whose strides are those of the server's memory.
-
-    Args:
-        block: the number of elements of each piece of a matrix, except the last, is a multiple of this.
+    shared weights, whose strides are those of the server's memory. The number of elements of each piece of a matrix,
+    except the last, is a multiple of `block`.
     """
     if tensor.ndim > 2:
         for each in tensor.detach().unbind():

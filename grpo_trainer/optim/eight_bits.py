@@ -80,13 +80,8 @@ def recoded(
     """Return codes and block scales of some rows, from scales of blocks that may begin at other values.
 
     A new block whose values all had the same scale keeps the scale and its codes. If rows have a multiple of 256
-    values, that holds for all blocks. The values of other blocks are rounded once more.
-
-    Args:
-        codes_n: the rows' codes, flat, on any device.
-        known: scales of rows that cover these.
-        shape, first: as in `Scaled`.
-        signed: see `levels_of`.
+    values, that holds for all blocks. The values of other blocks are rounded once more. `codes_n` are flat, on any
+    device; the rows of `known` cover these; `shape` and `first` are as in `Scaled`.
     """
     levels, midpoints = levels_of(signed, codes_n.device)
     matrix = math.prod(shape[-2:])

@@ -39,8 +39,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 class NormHistory:
     """The gradient norms of the last steps, including spikes, so that a lasting new level is no spike.
 
-    Args:
-        factor: a norm above this many times the median is a spike; 0: no norm is.
+    A norm above `factor` times the median is a spike; 0: no norm is.
     """
 
     REMEMBERED = 64
@@ -63,7 +62,6 @@ class NormHistory:
         return list(self._norms)
 
     def restore(self, norms: Sequence[float]) -> None:
-        """Restore the norms of a checkpoint."""
         self._norms = deque(norms, self.REMEMBERED)
 
 

@@ -43,19 +43,12 @@ States = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Part:
-    """This process's part of a trained parameter.
-
-    Attributes:
-        name: the parameter's name in the model.
-        number: its index among the model's trained parameters.
-        own: the tensor that the optimizer updates.
-        whole: the model's sharded parameter; `own` itself if the model is not sharded.
-    """
+    """This process's part of a trained parameter."""
 
     name: str
-    number: int
-    own: Parameter
-    whole: Tensor
+    number: int  # among the model's trained parameters
+    own: Parameter  # that the optimizer updates
+    whole: Tensor  # the model's sharded parameter; `own` itself if the model is not sharded
 
     def shard_alike(self, own: Tensor) -> Tensor:
         """Return a tensor of `own`'s shape as this process's shard of a tensor that is sharded like the parameter."""
@@ -113,7 +106,11 @@ def save_states(
         with peers():
             save(tensors, storage_writer=writer, process_group=world.control)
     except CheckpointException as failed:
-        raise world.common(_as_os_error(failed, folder / STATES_FOLDER)) from None
+        rank, (error, _) = min(failed.failures.items())
+        number, why = errno.EIO, f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno is not None:
+            number, why = error.errno, error.strerror
+        raise world.common(OSError(number, f"trainer process {rank}: {why}", str(folder / STATES_FOLDER))) from None
 
 
 def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple[str, Tensor]]:
@@ -141,14 +138,6 @@ class _HonestFiles(FileSystem):
             yield stream
 
 
-def _as_os_error(failed: CheckpointException, folder: Path) -> OSError:
-    """Return the error of the lowest failed rank as an `OSError`."""
-    rank, (error, _) = min(failed.failures.items())
-    if isinstance(error, OSError) and error.errno is not None:
-        return OSError(error.errno, f"trainer process {rank}: {error.strerror}", str(folder))
-    return OSError(errno.EIO, f"trainer process {rank}: {type(error).__name__}: {error}", str(folder))
-
-
 # ---------------------------------------------------------------- reading
 
 
@@ -170,7 +159,11 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
             continue
         writer = place if more in ([], [FLAT]) else Place.parsed(more[0])
         if writer == place or writer.count != place.count:  # all scales, if another number of processes wrote them
-            targets[key] = _target(by_name[name][1], saved)
+            part, dtype = by_name[name][1], saved.properties.dtype
+            if len(saved.size) and saved.size == part.whole.shape:
+                targets[key] = part.shard_alike(torch.empty(part.own.shape, dtype=dtype, device=part.own.device))
+            else:
+                targets[key] = torch.empty(saved.size, dtype=dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended: all read alone
         try:
@@ -187,7 +180,10 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
     scales: dict[tuple[int, str], dict[Place, Tensor]] = {}
     for key, value in targets.items():
         name, state, *more = key.split("/")
-        number, own = by_name[name][0], _plain(value)
+        own: Any = value.to_local() if isinstance(value, DTensor) else value
+        if own is value and value.ndim == 0 and value.dtype == torch.int64:
+            own = int(value)  # a step count, which the optimizer holds as a Python number
+        number = by_name[name][0]
         if more in ([], [FLAT]) or Place.parsed(more[0]) == place:
             states[number][state] = own.flatten() if more else own
         else:
@@ -227,17 +223,3 @@ def reshard_states(states: States, parts: Sequence[Part]) -> States:
         for key in in_blocks:
             _reshard(part, key, state, {Place(): state[key + SCALE]})
     return found
-
-
-def _target(part: Part, saved: TensorStorageMetadata) -> Tensor:
-    """Return memory for a state to be read."""
-    if len(saved.size) and saved.size == part.whole.shape:
-        return part.shard_alike(torch.empty(part.own.shape, dtype=saved.properties.dtype, device=part.own.device))
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
-
-
-def _plain(value: Tensor) -> Any:
-    """Return a state as the optimizer holds it: a step count is a Python number."""
-    if isinstance(value, DTensor):
-        return value.to_local()
-    return int(value) if value.ndim == 0 and value.dtype == torch.int64 else value

@@ -46,9 +46,7 @@ def is_sharded(world: World, config: TrainConfig) -> bool:
 def shard_model(model: PreTrainedModel, world: World, device: torch.device, dtype: torch.dtype) -> None:
     """Shard a model without weights. Choose the trained parameters before.
 
-    Args:
-        device: device of the shards.
-        dtype: dtype of the forward pass; fp32 weights are gathered in this dtype, and gradients are summed in fp32.
+    fp32 weights are gathered in `dtype`, that of the forward pass, and gradients are summed in fp32.
 
     Raises:
         ConfigError: the model's layers are not known.

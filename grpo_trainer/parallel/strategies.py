@@ -58,32 +58,19 @@ METHOD = "grpo_scores"
 
 
 class ParallelStrategy(ABC):
-    """The weights that a process holds.
+    """The weights that a process holds."""
 
-    Attributes:
-        parameters: the parameters that its optimizer updates.
-        names: their names in the model.
-        written: the parameters that a step changes in this process.
-        forward: computes scores of tokens.
-        loss_factor: factor of the loss before the backward pass.
-        whole: whether this process can compute without the others.
-        in_two_parts: whether the optimizer must prepare an update before it writes it.
-        same_batch: whether all processes train on the whole batch, and not each on its share.
-        place: with states in parts: this process's rank, and the number of processes.
-        parts: with states in parts: this process's parts of the trained parameters, without empty ones, in the
-            optimizer's order.
-    """
-
-    parameters: list[Parameter]
-    names: list[str]
-    written: list[Parameter]
+    parameters: list[Parameter]  # that its optimizer updates
+    names: list[str]  # of these in the model
+    written: list[Parameter]  # that a step changes in this process
     forward: Forward
-    loss_factor: float = 1.0
-    whole: bool = True
-    in_two_parts: bool = False
-    same_batch: bool = False
-    place: Place
-    parts: list[Part]
+    loss_factor: float = 1.0  # of the loss before the backward pass
+    whole: bool = True  # this process can compute without the others
+    in_two_parts: bool = False  # the optimizer must prepare an update before it writes it
+    same_batch: bool = False  # all processes train on the whole batch, and not each on its share
+    # With states in parts:
+    place: Place  # of this process
+    parts: list[Part]  # this process's parts of the trained parameters, without empty ones, in the optimizer's order
     _world: World
 
     def in_step(self) -> AbstractContextManager[None]:
@@ -108,8 +95,9 @@ class ParallelStrategy(ABC):
     def finish_update(self) -> None:  # noqa: B027  # likewise
         """Write what the optimizer of this process does not write."""
 
-    def check(self, samples: Sequence[Tensor]) -> None:  # noqa: B027  # shards differ
+    def check(self, samples: Sequence[Tensor]) -> None:
         """Raise a TrainingError if replicas differ."""
+        self._world.check_agreement(samples)
 
     def mean(self, value: float, weight: float) -> float:
         """Return the weighted mean over the processes. All processes call it."""
@@ -141,8 +129,7 @@ class Divided(ParallelStrategy):
     def tensors(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Tensor]:
         """Gather a checkpoint's whole tensors, one at a time; return what rank 0 keeps of each. All processes call it.
 
-        Args:
-            keep: returns a copy of a gathered tensor, whose memory the next one needs.
+        `keep` copies a gathered tensor, whose memory the next one needs.
         """
         found: dict[str, Tensor] = {}
         for name, (_, tensor) in stored_tensors(self._model).items():  # type: ignore[arg-type]
@@ -173,20 +160,9 @@ class Replicas(ParallelStrategy):
     def clip(self, limit: float) -> float:
         return self._world.clip(self.parameters, limit, self.parameters if self._world.leads else [])
 
-    def check(self, samples: Sequence[Tensor]) -> None:
-        self._world.check_agreement(samples)
-
 
 class ShardedUpdate(ParallelStrategy):
-    """A replica whose optimizer updates only its own rows.
-
-    Args:
-        forward: the forward pass of a whole model.
-        trained: the model's trained parameters, in the model's order; their memory may be another process's.
-
-    Attributes:
-        written: the whole trained parameters.
-    """
+    """A replica whose optimizer updates only its own rows. The memory of `trained` may be another process's."""
 
     in_two_parts = True
 
@@ -212,7 +188,6 @@ class ShardedUpdate(ParallelStrategy):
         self.names = [part.name for part in self.parts]
 
     def _rows(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return a view of the rows that a rank owns."""
         rows = Place(rank, self.place.count).rows(len(tensor))
         return tensor[rows.start : rows.stop]
 
@@ -239,12 +214,7 @@ class ShardedUpdate(ParallelStrategy):
         self._exchange(lambda flat, rank: dist.broadcast(flat, rank), into=lambda rank: rank != self.place.rank)
 
     def _exchange(self, send: Callable[[Tensor, int], object], into: Callable[[int], bool]) -> None:
-        """Send the gradients' rows of each rank, a bucket at a time.
-
-        Args:
-            send: the collective operation on the rows of the given rank, joined.
-            into: whether this process takes over the result for a rank's rows.
-        """
+        """Send the gradients' rows of each rank, joined, by buckets; take over the results that `into` accepts."""
         for bucket in buckets([parameter.grad for parameter in self.written if parameter.grad is not None]):
             for rank in range(self.place.count):
                 rows = [own for gradient in bucket if (own := self._rows(gradient, rank)).numel()]
@@ -271,16 +241,9 @@ class ShardedUpdate(ParallelStrategy):
             torch._foreach_copy_(targets, values)  # pyright: ignore[reportPrivateImportUsage]
         self._forget_gradients()
 
-    def check(self, samples: Sequence[Tensor]) -> None:
-        self._world.check_agreement(samples)
-
 
 class Shards(Divided):
-    """A shard of every weight in each process.
-
-    Args:
-        forward: the forward pass of a sharded model.
-    """
+    """A shard of every weight in each process."""
 
     def __init__(self, world: World, forward: Forward) -> None:
         self.loss_factor = float(world.size)  # FSDP2 averages gradients, and gloo can't scale while it reduces
@@ -309,18 +272,15 @@ class Shards(Divided):
             part.own.grad = None if gradient is None else gradient.to_local()
             part.whole.grad = None
 
+    def check(self, samples: Sequence[Tensor]) -> None:
+        """Do nothing: shards differ."""
+
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class TensorShards(Divided):
-    """This process's shard.
-
-    Args:
-        forward: the forward pass of a model that `cut_model` has cut.
-        trained: the model's trained parameters, in the model's order; their memory may be another process's.
-        shard: what this process has.
-    """
+    """This process's shard of a model that `cut_model` has cut. The memory of `trained` may be another process's."""
 
     in_two_parts = True
     same_batch = True
@@ -422,11 +382,7 @@ def hold(
     trained: Sequence[Parameter],
     before_measuring: Callable[[], None] = lambda: None,
 ) -> ParallelStrategy:
-    """Return this process's holding of a model, with the forward pass ready for steps.
-
-    Args:
-        model: a whole model, or one that is sharded already (`shards.py`).
-        before_measuring: see `fit`.
+    """Return this process's holding of a model, whole or sharded already, with the forward pass ready for steps.
 
     Raises:
         ConfigError: the model is sharded, and its layers can't be called by themselves.

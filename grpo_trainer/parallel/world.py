@@ -52,18 +52,14 @@ Failed = TypeVar("Failed", bound=Exception)
 class World:
     """The processes of one trainer. A context manager, which all ranks leave together.
 
-    Attributes:
-        rank: rank of this process, from 0.
-        size: number of processes; with 1, all methods do nothing.
-        control: the process group for objects in main memory; None: there is only one process.
-        gpus: UUIDs of the GPUs of several processes, by rank; empty on CPUs.
+    With a single process, all methods do nothing.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, control: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.control = control
-        self.gpus: list[str] = []
+        self.control = control  # for objects in main memory; None: there is only one process
+        self.gpus: list[str] = []  # UUIDs of the GPUs of several processes, by rank; empty on CPUs
         self._is_leading = False
         self._common: BaseException | None = None
 
@@ -200,7 +196,6 @@ class World:
         return said
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
         self.gather(None)
 
     @torch.no_grad()
@@ -219,8 +214,7 @@ class World:
     ) -> float:
         """Clip gradients of which each rank has a part, by the norm of all parts; return that norm.
 
-        Args:
-            counted: the parameters that this rank counts, if others count some of its parameters.
+        This rank counts only `counted`, if others count the rest of its parameters.
         """
         gradients = [own.grad for own in parameters if own.grad is not None]
         own_part = parameters if counted is None else counted
@@ -242,9 +236,6 @@ class World:
 
     def check_agreement(self, samples: Sequence[Tensor], when: str = "after the same step") -> None:
         """Check by some entries that all ranks hold the same weights.
-
-        Args:
-            when: completes the message.
 
         Raises:
             WeightsError: weights differ; on all ranks, and the message names those that differ from rank 0.

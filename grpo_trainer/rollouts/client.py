@@ -57,11 +57,8 @@ class RolloutClient:
     """Leases batches from the rollout API and acknowledges them.
 
     The client waits for an API that is away, and registers again if the API has forgotten the trainer (no store). One
-    thread may lease batches while another trains; a third extends leases before they expire.
-
-    Args:
-        registration: describes this run to the API; `starting_step` follows the trained steps.
-        check_stop: called while waiting; raises to end the wait.
+    thread may lease batches while another trains; a third extends leases before they expire. `check_stop` is called
+    while the client waits, and raises to end the wait.
     """
 
     def __init__(self, config: RolloutConfig, registration: wire.Register, check_stop: Callable[[], None]) -> None:
@@ -75,7 +72,7 @@ class RolloutClient:
             base_url=config.atropos_url, timeout=timeout, headers=headers, verify=verify, trust_env=False
         )
         self._config = config
-        self._registration = registration
+        self._registration = registration  # its `starting_step` follows the trained steps
         self._registering = threading.Lock()
         self._check_stop = check_stop
         self._lock = threading.Lock()  # for the next two, which the keeper's thread uses, too
@@ -110,9 +107,6 @@ class RolloutClient:
 
     def lease(self, check_stop: Callable[[], None]) -> RolloutBatch:
         """Wait for the next batch, and lease it.
-
-        Args:
-            check_stop: called while waiting; raises to end the wait.
 
         Raises:
             TrainingError: no batch came within `--rollout-timeout`.
@@ -168,19 +162,13 @@ class RolloutClient:
             self._registration = msgspec.structs.replace(self._registration, starting_step=step)
         batch_id = self.unsettled[-1]
         path = f"/batch/{batch_id}/extend?lease={self._config.lease_seconds:g}&step={step}"
-
-        def attempt() -> bool | _Wait:
-            answer = self._send("POST", path, frank=True)
-            if isinstance(answer, _Wait):
-                return answer
-            if answer.is_success:
-                self._hold(batch_id)
-            else:
-                self._note_lost(batch_id, answer)
-                self._end(batch_id)
-            return True
-
-        self._wait_for(attempt, "the rollout API to record a trained batch", self._check_stop)
+        attempt = partial(self._send, "POST", path, frank=True)
+        answer = self._wait_for(attempt, "the rollout API to record a trained batch", self._check_stop)
+        if answer.is_success:
+            self._hold(batch_id)
+        else:
+            self._note_lost(batch_id, answer)
+            self._end(batch_id)
 
     def evaluations(self) -> list[wire.NumberedEvaluation]:
         """Return the environments' evaluations on held-out prompts since the last call. Best effort."""
@@ -215,11 +203,15 @@ class RolloutClient:
     def settle(self, batches: Sequence[str], *, resumed: bool = False) -> None:
         """Acknowledge trained batches that a checkpoint contains; the API never serves them again.
 
-        Args:
-            resumed: a former process trained on them, and may have acknowledged them already.
+        If `resumed`, a former process trained on them, and may have acknowledged them already.
         """
+        body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))
         for batch_id in batches:
-            self._acknowledge(batch_id, resumed=resumed)
+            attempt = partial(self._send, "POST", f"/batch/{batch_id}/ack", body, frank=True)
+            answer = self._wait_for(attempt, "the rollout API to take an acknowledgement", self._check_stop)
+            if answer.is_client_error:
+                self._note_lost(batch_id, answer, resumed=resumed)
+            self._end(batch_id)
 
     def settle_at_once(self, batches: Sequence[str]) -> None:
         """Acknowledge batches without waiting for the API. Best effort: a resumed trainer acknowledges them first."""
@@ -237,7 +229,7 @@ class RolloutClient:
     def drop(self, batch: RolloutBatch, why: str) -> None:
         """Acknowledge a batch that can't be trained on, and log why."""
         log.warning("a whole batch was dropped: %s", why)
-        self._acknowledge(batch.batch_id)
+        self.settle([batch.batch_id])
 
     def release(self, batch: RolloutBatch) -> None:
         """Release a leased batch untrained. Best effort: without a release, the lease expires."""
@@ -257,20 +249,6 @@ class RolloutClient:
         if self._keeper is not None:
             self._keeper.join()
         self._http.close()
-
-    def _acknowledge(self, batch_id: str, *, resumed: bool = False) -> None:
-        body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))
-
-        def attempt() -> bool | _Wait:
-            answer = self._send("POST", f"/batch/{batch_id}/ack", body, frank=True)
-            if isinstance(answer, _Wait):
-                return answer
-            if answer.is_client_error:
-                self._note_lost(batch_id, answer, resumed=resumed)
-            return True
-
-        self._wait_for(attempt, "the rollout API to take an acknowledgement", self._check_stop)
-        self._end(batch_id)
 
     def _note_lost(self, batch_id: str, answer: httpx.Response, *, resumed: bool = False) -> None:
         """Log that the API refuses a trained batch, whose groups may now be trained on again.
@@ -303,17 +281,14 @@ class RolloutClient:
             self._deadlines.pop(batch_id, None)
             self._trained = [each for each in self._trained if each != batch_id]
 
-    def _expiring(self) -> list[str]:
-        """Return the batches whose lease has less than half of its time left."""
-        soon = time.monotonic() + self._config.lease_seconds / 2
-        with self._lock:
-            return [batch_id for batch_id, deadline in self._deadlines.items() if deadline < soon]
-
     def _keep(self) -> None:
-        """Extend leases before they expire; the keeper's thread."""
+        """Extend leases with less than half of their time left; the keeper's thread."""
         seconds = self._config.lease_seconds
         while not self._closing.wait(seconds / 8):
-            for batch_id in self._expiring():
+            soon = time.monotonic() + self._config.lease_seconds / 2
+            with self._lock:
+                expiring = [batch_id for batch_id, deadline in self._deadlines.items() if deadline < soon]
+            for batch_id in expiring:
                 try:
                     answer = self._http.post(f"/batch/{batch_id}/extend?lease={seconds:g}", timeout=2.0)
                 except httpx.HTTPError as error:  # the next round tries again; training raises lasting errors
@@ -327,8 +302,7 @@ class RolloutClient:
     ) -> httpx.Response | _Wait:
         """Send one request; return a `_Wait` if the API is away or failing, and raise an error if it refuses.
 
-        Args:
-            frank: return the answer if the batch is unknown (404) or taken over (409), for the caller to handle.
+        If `frank`, return the answer if the batch is unknown (404) or taken over (409), for the caller to handle.
         """
         headers = {"Content-Type": wire.JSON} if body else {}
         try:
@@ -384,19 +358,13 @@ class RolloutClient:
     def _explanation(self) -> str | None:
         """Return the API's own reason why no batch comes, or None."""
         status = self._ask("/status", NO_STATUS) or NO_STATUS  # without an answer the caller has its own reason
-        if status.unfit_sizes:
-            self._warn_of_sizes(status)
+        if status.unfit_sizes and not self._has_warned:  # only warned of: an environment that comes may change that
+            self._has_warned = True
+            wanted, size = f"sizes that add up to {status.batch_size}, the sequences of a step", status.batch_size
+            fix = f"use --env.group_size {size} or a divisor of it, or other --prompts-per-step and --batch-size"
+            sizes = ", ".join(map(str, status.unfit_sizes))
+            log.warning("%s", Problem("--env.group_size", f"groups of {sizes}", wanted, fix, "no batch can come"))
         return "; ".join(filter(None, [status.waiting_for, *status.warnings])) or None
-
-    def _warn_of_sizes(self, status: wire.Status) -> None:
-        """Warn, once, that no sum of the environments' groups is a batch; an environment that comes may change that."""
-        if self._has_warned:
-            return
-        self._has_warned = True
-        wanted, size = f"sizes that add up to {status.batch_size}, the sequences of a step", status.batch_size
-        fix = f"use --env.group_size {size} or a divisor of it, or other --prompts-per-step and --batch-size"
-        sizes = ", ".join(map(str, status.unfit_sizes))
-        log.warning("%s", Problem("--env.group_size", f"groups of {sizes}", wanted, fix, "no batch can come"))
 
     def _ask(self, path: str, otherwise: T) -> T | None:
         """Return an answer of the API; `otherwise`: it is of another kind, or a refusal; None: no answer came."""

@@ -86,13 +86,7 @@ class GroupFilter:
 def misfit(
     group: Group, vocabulary: int | None = None, longest: int | None = None, routed: RoutedShape | None = None
 ) -> Problem | None:
-    """Return why a group can't be trained on; None if it can.
-
-    Args:
-        vocabulary: upper bound of token ids; None: not known.
-        longest: number of a sequence's first tokens that are trained on; None: all.
-        routed: what its routed experts must be of; None: they are not used.
-    """
+    """Return why a group can't be trained on; None if it can. The limits are those of `GroupFilter`."""
     # A group of truncated answers may be left out of the loss as a whole.
     teaches = any(_count(sample, longest) or sample.truncated for sample in group.samples)
     if not teaches:
@@ -146,7 +140,6 @@ def _wrong_experts(sample: Sample, routed: RoutedShape, longest: int | None) -> 
 
 
 def _count(sample: Sample, longest: int | None) -> int:
-    """Return the number of trained tokens among a sample's first `longest` tokens."""
     return len(sample.positions) if longest is None else int(np.searchsorted(sample.positions, longest))
 
 
@@ -173,10 +166,7 @@ def judge(
     the loss of a group that is `excess` versions above the limit by `1 / (1 + excess)`; the batch's normaliser does not
     change. A group that a proof's synthetic weights have sampled, while a trainer started again, is always left out.
 
-    Args:
-        version: version of the weights that are about to be trained.
-        limit: largest age without consequences; None: no limit.
-        numbering: jumps of the version numbers.
+    `version` is that of the weights that are about to be trained. An age up to `limit` has no consequences.
     """
     shares: list[float] = []
     kept: list[Group] = []

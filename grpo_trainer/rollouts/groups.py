@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,11 +66,7 @@ class Sample:
         return int(self.positions[0])
 
     def cut(self, tokens: int, *, trained: bool = True) -> Sample:
-        """Return its first tokens, with what it has for each trained one of them.
-
-        Args:
-            trained: False: none of them is trained.
-        """
+        """Return its first tokens, with what it has for each trained one of them; none is if not `trained`."""
         if trained and tokens >= len(self.tokens_T):
             return self
         count = int(np.searchsorted(self.positions, tokens)) if trained else 0
@@ -125,6 +120,10 @@ def to_group(packed: wire.PackedGroup) -> Group:
     samples = []
     for i, override in enumerate(overrides):
         trained_T, unscored = masks[i] != wire.IGNORED, bool(override.get(wire.UNSCORED))
+        sampling = {**asked, **override}
+        bent = None if sampling.get("sft") else bends({**sampling, "temperature": None})  # the trainer divides by it
+        temperatures = (override.get("temperature"), asked.get("temperature"))
+        temperature = next((each for each in temperatures if each is not None), 1.0)
         logprobs_T = logprobs[i]
         if logprobs_T is not None and not (logprobs_T[trained_T] <= 1e-3).all():
             logprobs_T = None  # some environments fill unknown ones with the masked value (1.0)
@@ -150,14 +149,14 @@ def to_group(packed: wire.PackedGroup) -> Group:
                     advantages=None if given is None else given[part][positions],
                     rollout_logprobs=None if own is None else own[positions],
                     version=versions[i],
-                    temperature=_temperature(override.get("temperature"), asked.get("temperature")),
+                    temperature=float(temperature) if isinstance(temperature, int | float) else math.nan,
                     supervised=bool(override.get("sft")),
                     truncated=bool(override.get(wire.TRUNCATED)),
                     unscored=unscored,
                     follows=part.start > 0,
                     teacher=_teacher(packed, i, positions) if len(sizes) == 1 else None,
                     experts=routed if len(sizes) == 1 and not isinstance(routed, Problem) else None,
-                    bent=wrong or _bent({**asked, **override}),
+                    bent=wrong or bent,
                     start=int(answer[0]) if len(answer) else part.stop - part.start,
                 )
             )
@@ -171,19 +170,6 @@ def _floats(data: bytes | None, lengths: list[int]) -> list[NDArray[np.float32]]
         return [None] * len(lengths)
     values = np.frombuffer(data, "<f4" if len(data) == 4 * sum(lengths) else "<f8").astype(np.float32)
     return np.split(values, np.cumsum(lengths)[:-1])
-
-
-def _temperature(*given: object) -> float:
-    """Return the first given value, else 1; NaN if it is no number."""
-    value = next((each for each in given if each is not None), 1.0)
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _bent(params: dict[str, Any]) -> Problem | None:
-    """Return with which parameter the sequence was sampled so that its probabilities can't be computed."""
-    if params.get("sft"):  # not sampled by the policy
-        return None
-    return bends({name: value for name, value in params.items() if name != "temperature"})
 
 
 def _teacher(packed: wire.PackedGroup, i: int, positions: NDArray[np.int64]) -> Teacher | None:

@@ -37,10 +37,8 @@ AT_ONCE = 1 << 30
 class Schedule:
     """Decides when the next checkpoint is due. A postponed checkpoint stays due until it begins.
 
-    Args:
-        steps: checkpoints are due at multiples of this step; 0: `seconds` decides.
-        seconds: time between checkpoints, which grows if training waits for the disk; 0 as well: none is due.
-        clock: a monotonic clock in seconds.
+    Checkpoints are due at multiples of `steps`; 0: every `seconds`, a time that grows if training waits for the disk; 0
+    as well: none is due.
     """
 
     def __init__(self, steps: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -105,15 +103,11 @@ class BackgroundWriter:
 
 
 class Copy:
-    """A copy that may not be complete yet.
-
-    Args:
-        originals: kept until the copy is complete, so that their memory is not reused.
-        ends: device -> the event that its stream reaches after the last copy.
-    """
+    """A copy that may not be complete yet."""
 
     def __init__(self, tree: Any, originals: Any, ends: Mapping[torch.device, Any]) -> None:
-        self._tree, self._originals, self._ends = tree, originals, ends
+        self._tree, self._ends = tree, ends  # each device's stream reaches its event after the last copy
+        self._originals = originals  # kept until the copy is complete, so that their memory is not reused
 
     def precede(self) -> None:
         """Make the GPU wait for the complete copy before any work that is queued later; the caller does not wait."""
@@ -132,16 +126,14 @@ class Copy:
 class Snapshot:
     """One block of main memory that all copies use in turn; unless it is page-locked, they don't overlap with training.
 
-    Args:
-        available: returns the bytes of main memory that may be allocated; None: those of the machine or its container.
-        at_once: bytes up to which `wants_room` returns False.
+    `available` returns the bytes of main memory that may be allocated; None: those of the machine or its container.
     """
 
     def __init__(self, available: Callable[[], int] | None = None, at_once: int = AT_ONCE) -> None:
         self._available = available or (lambda: main_memory().available)
         self._memory = LockedMemory()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._at_once = at_once
+        self._at_once = at_once  # bytes up to which `wants_room` returns False
         self._refused = 0  # bytes for which there was no room
 
     def wants_room(self, tree: Any) -> bool:
@@ -175,10 +167,8 @@ class Snapshot:
     def take(self, tree: Any) -> Copy | None:
         """Copy every tensor of nested dictionaries, lists and tuples; other values are taken over without a copy.
 
-        This overwrites the last copy. Tensors on a GPU must not change until `Copy.precede` was called.
-
-        Returns:
-            The copy; None: there is no room for it.
+        This overwrites the last copy. Tensors on a GPU must not change until `Copy.precede` was called. None: there is
+        no room for the copy.
         """
         if not self.make_room(tree):
             return None
@@ -200,7 +190,6 @@ class Snapshot:
         return Copy(copy, tree, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream for copies from a GPU."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
@@ -211,7 +200,6 @@ class Snapshot:
 
 
 def _size(tree: Any) -> int:
-    """Return the bytes of a copy."""
     sizes: list[int] = []
     _mapped(tree, lambda tensor: sizes.append(bytes_for([tensor.numel()], tensor.dtype)) or tensor)
     return sum(sizes)

@@ -34,6 +34,7 @@ from grpo_common.trace import stage
 from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
+from grpo_trainer.metrics.health import duration
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.optim.adamw import AdamW
 from grpo_trainer.optim.steps import NormHistory
@@ -45,12 +46,11 @@ from grpo_trainer.saving.background import BackgroundWriter, Schedule, Snapshot
 from grpo_trainer.saving.manifest import (
     STATE_FILE,
     DamagedError,
-    Found,
     Progress,
+    SavedCheckpoint,
     check_files,
     newest_whole,
     read_state,
-    said_of,
     saved_checkpoints,
     seal,
 )
@@ -99,8 +99,7 @@ class Checkpoints:
     def maybe_save(self, progress: Progress) -> Metrics:
         """Begin a checkpoint if one is due and none is being written, in the background if there is room for a copy.
 
-        Returns:
-            Metrics: the time that training waited, and the time to write the last checkpoint since the last call.
+        The metrics are the time that training waited, and the time to write the last checkpoint since the last call.
 
         Raises:
             OSError: the last checkpoint could not be written.
@@ -227,11 +226,7 @@ class Checkpoints:
         return isinstance(self.shards, Divided)
 
     def weights_now(self, keep: Callable[[Tensor], Tensor] = Tensor.cpu) -> dict[str, Tensor]:
-        """Return the trained weights by the names of `stored_tensors`: the model's own memory, or gathered.
-
-        Args:
-            keep: see `Divided.tensors`.
-        """
+        """Return the trained weights by the names of `stored_tensors`: the model's own memory, or `Divided.tensors`."""
         return self.shards.tensors(keep) if isinstance(self.shards, Divided) else self.policy.tensors()
 
     def _prepared(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -334,29 +329,32 @@ class Checkpoints:
         """Load the checkpoint that `--resume` names; return the start of a new run if there is nothing to resume.
 
         With `auto`, damaged checkpoints are moved aside, and the newest undamaged one is loaded. This also creates
-        `--save-path`, because environments learn of it when they register and keep their own state in it.
-
-        Args:
-            say: reports which checkpoint was resumed, and which were not and why.
+        `--save-path`, because environments learn of it when they register and keep their own state in it. `say` reports
+        which checkpoint was resumed, and which were not and why.
 
         Raises:
             ConfigError: the named folder is no checkpoint, or is damaged; it was made with other options or in another
                 mode; or `--save-path` has newer checkpoints.
             FormatError: a newer version of this program wrote a checkpoint. The folder is as it was.
         """
-        found = self.world.lead(lambda: self._found(say))
-        if found is None:
+        saved = self.world.lead(lambda: self._to_load(say))
+        if saved is None:
             return Progress()
-        self.load(found.path)
-        progress = found.state.progress
+        self.load(saved.path)
+        progress = saved.progress
         self._schedule.begun(progress.step)
         if self.world.leads:
-            self.safe, self.safe_path = progress, found.path
-            self._weights = (progress.policy_version, found.path)
-            say(said_of(found))
+            self.safe, self.safe_path = progress, saved.path
+            self._weights = (progress.policy_version, saved.path)
+            size = sum(size for size, _ in saved.files.values()) / 1e6
+            say(
+                f"resumed {saved.path}: step {progress.step}, policy version {progress.policy_version}, saved "
+                f"{duration(max(0.0, time.time() - saved.saved_at))} ago, {len(saved.files)} files, {size:.1f} MB, "
+                "checksums right"
+            )
         return progress
 
-    def _found(self, say: Callable[[str], None]) -> Found | None:
+    def _to_load(self, say: Callable[[str], None]) -> SavedCheckpoint | None:
         """Return the checkpoint to load; None: a new run starts."""
         folder = self.config.save_path
         try:
@@ -376,32 +374,29 @@ class Checkpoints:
         for kind in (Adapter, AllWeights):
             remove_remains(self.config.save_path, rf"{kind.step_prefix}\d+|version_\d+|{kind.final_name}")
         self._remove_exports()
-        found = (
-            newest_whole(self.config.save_path, say)
-            if self.config.resume == "auto"
-            else self._named(Path(self.config.resume))
-        )
-        if found is None:
+        if self.config.resume != "auto":
+            return self._named(Path(self.config.resume))
+        if (saved := newest_whole(self.config.save_path, say)) is None:
             say(f"--resume auto: no checkpoint in {self.config.save_path}, starting at step 0")
         else:
-            self._check_kind(found.path)
-        return found
+            self._check_kind(saved.path)
+        return saved
 
-    def _named(self, path: Path) -> Found:
+    def _named(self, path: Path) -> SavedCheckpoint:
         self._check_kind(path)
         try:
-            found = Found(path, read_state(path))
-            check_files(path, found.state)
+            saved = read_state(path)
+            check_files(saved)
         except DamagedError as damage:
             fix, why = "use --resume auto to continue from the newest whole one", "the checkpoint is damaged"
             raise _refused(path / damage.field, damage.got, damage.wanted, fix, why) from None
-        step = found.state.progress.step
-        newer = [one.path.name for one in saved_checkpoints(self.config.save_path) if one.state.progress.step > step]
+        step = saved.progress.step
+        newer = [one.path.name for one in saved_checkpoints(self.config.save_path) if one.progress.step > step]
         if newer:
             why = f"the run would mix with newer checkpoints in {self.config.save_path}"
             fix = "move them away, or choose another --save-path"
             raise _refused(path, ", ".join(newer), f"none after step {step}", fix, why)
-        return found
+        return saved
 
     def load(self, path: Path) -> None:
         """Load weights, optimizer and random generators of a complete checkpoint.
@@ -431,14 +426,16 @@ class Checkpoints:
         self.norms.restore(tensors["gradient_norms"])
         by_rank = tensors.get("generators_by_rank") or ()  # checkpoints of earlier versions have none
         own = self.shards is not None and len(by_rank) == self.world.size
-        restore_generators(by_rank[self.world.rank] if own else tensors["generators"], self._device)
+        generators = by_rank[self.world.rank] if own else tensors["generators"]
+        torch.set_rng_state(generators["cpu"].clone())
+        random.setstate(generators["python"])
+        name, keys, *rest = generators["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        if "cuda" in generators and self._device.type == "cuda":
+            torch.cuda.set_rng_state(generators["cuda"].clone(), self._device)
 
     def _own_states(self, path: Path, whole: dict[str, Any] | None) -> dict[str, Any]:
-        """Return this process's optimizer states, whatever the number of processes that wrote them.
-
-        Args:
-            whole: the states, if a single process wrote them; None: several processes wrote their parts.
-        """
+        """Return this process's optimizer states: from `whole` if one process wrote them, else from files."""
         if whole is not None and self.shards is None:
             return whole
         if isinstance(self.shards, TensorShards):
@@ -487,16 +484,6 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
-
-
-def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the states; the GPU's only if the checkpoint was made on one."""
-    torch.set_rng_state(states["cpu"].clone())
-    random.setstate(states["python"])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
 def seed_generators(seed: int) -> None:

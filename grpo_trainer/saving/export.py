@@ -92,7 +92,7 @@ def _find(path: Path, say: Callable[[str], None]) -> Path:
         say(f"the newest checkpoint is {path}")
     if (path / STATE_FILE).is_file():
         try:
-            check_files(path, read_state(path))
+            check_files(read_state(path))
         except DamagedError as damage:
             raise ConfigError(
                 "the checkpoint is damaged",

@@ -22,7 +22,6 @@ from grpo_common.errors import UserError
 from grpo_common.formats import KEY, check_format
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file, sync
-from grpo_trainer.metrics.health import duration
 from grpo_trainer.versions import NO_OFFSETS, VersionOffset, VersionOffsets
 
 STATE_FILE: Final = "state.json"
@@ -63,22 +62,15 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class State:
-    """Contents of a state.json."""
+class SavedCheckpoint:
+    """A folder with a state.json, and its contents."""
 
+    path: Path
     progress: Progress
     saved_at: float
     """Unix seconds."""
     files: Mapping[str, tuple[int, str]]
     """Path in the folder -> size in bytes and SHA-256."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A folder with a state.json."""
-
-    path: Path
-    state: State
 
 
 class DamagedError(UserError):
@@ -112,8 +104,8 @@ def seal(folder: Path, progress: Progress) -> None:
     sync(folder)
 
 
-def read_state(folder: Path) -> State:
-    """Return the contents of a folder's state.json.
+def read_state(folder: Path) -> SavedCheckpoint:
+    """Read a folder's state.json.
 
     Raises:
         DamagedError: the file is damaged.
@@ -128,26 +120,26 @@ def read_state(folder: Path) -> State:
         offsets = VersionOffsets(tuple(VersionOffset(**jump) for jump in content["numbering"]["jumps"]))
         progress = Progress(content["step"], content["policy_version"], tuple(content["batches"]), offsets)
         files = {name: (int(size), str(sha)) for name, (size, sha) in content["files"].items()}
-        return State(progress, content["saved_at"], files)
+        return SavedCheckpoint(folder, progress, content["saved_at"], files)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DamagedError("can't be read", field=STATE_FILE, got=f"{type(error).__name__}: {error}") from None
 
 
-def check_files(folder: Path, state: State) -> None:
+def check_files(saved: SavedCheckpoint) -> None:
     """Read every file and compare it with its checksum.
 
     Raises:
         DamagedError: a file differs; the error names it.
     """
-    for name, (size, _) in state.files.items():
-        path = folder / name
+    for name, (size, _) in saved.files.items():
+        path = saved.path / name
         if not path.is_file():
             raise DamagedError(field=name, got="no such file", wanted=f"{size} bytes")
         if path.stat().st_size != size:
             raise DamagedError(field=name, got=f"{path.stat().st_size} bytes", wanted=f"{size} bytes")
     with ThreadPoolExecutor(READERS) as readers:
-        sums = readers.map(lambda name: _checksum(folder / name), state.files)
-        for (name, (_, wanted)), found in zip(state.files.items(), sums, strict=True):
+        sums = readers.map(lambda name: _checksum(saved.path / name), saved.files)
+        for (name, (_, wanted)), found in zip(saved.files.items(), sums, strict=True):
             if found != wanted:
                 raise DamagedError(field=name, got=f"checksum {found}", wanted=f"checksum {wanted}")
 
@@ -170,7 +162,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
 # those of a folder ---------------------------------------------------------------------------------------------------
 
 
-def saved_checkpoints(folder: Path) -> list[Found]:
+def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
     """Return the checkpoints with a readable state.json, of any kind and including final ones, oldest first.
 
     Raises:
@@ -179,22 +171,21 @@ def saved_checkpoints(folder: Path) -> list[Found]:
     return _read(folder)[0]
 
 
-def newest_whole(folder: Path, say: Callable[[str], None]) -> Found | None:
+def newest_whole(folder: Path, say: Callable[[str], None]) -> SavedCheckpoint | None:
     """Return the newest checkpoint whose checksums are right; move damaged ones aside, and report them by `say`.
 
-    Returns:
-        None: there is no checkpoint at all.
+    None: there is no checkpoint at all.
 
     Raises:
         ConfigError: all are damaged; nothing is moved.
         FormatError: a newer version wrote one of the checkpoints.
     """
     readable, damaged = _read(folder)
-    for found in reversed(readable):
+    for saved in reversed(readable):
         try:
-            check_files(found.path, found.state)
+            check_files(saved)
         except DamagedError as damage:
-            damaged[found.path] = damage
+            damaged[saved.path] = damage
             continue
         for path, damage in damaged.items():
             aside = path.with_name(f"damaged_{path.name}")  # so that the run does not overwrite it
@@ -205,16 +196,13 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Found | None:
                 f"CHECKPOINT DAMAGED: {path}: {damage}. It is now {aside.name}, and the newest whole one before it is "
                 "taken. The rollout API does not serve batches again that were acknowledged since then"
             )
-        return found
+        return saved
     _refuse(folder, damaged)
     return None
 
 
 def refuse_unreadable(folder: Path) -> None:
     """Refuse to resume where the state of no checkpoint can be read. The trainer checks all other files, too.
-
-    Args:
-        folder: of the checkpoints.
 
     Raises:
         ConfigError: there are checkpoints, and the error names them.
@@ -225,28 +213,17 @@ def refuse_unreadable(folder: Path) -> None:
         _refuse(folder, damaged)
 
 
-def said_of(found: Found) -> str:
-    """Return one line about the resumed checkpoint."""
-    progress, files = found.state.progress, found.state.files
-    age = duration(max(0.0, time.time() - found.state.saved_at))
-    size = sum(size for size, _ in files.values()) / 1e6
-    return (
-        f"resumed {found.path}: step {progress.step}, policy version {progress.policy_version}, saved {age} ago, "
-        f"{len(files)} files, {size:.1f} MB, checksums right"
-    )
-
-
-def _read(folder: Path) -> tuple[list[Found], dict[Path, DamagedError]]:
+def _read(folder: Path) -> tuple[list[SavedCheckpoint], dict[Path, DamagedError]]:
     """Return the checkpoints with a readable state.json, oldest first, and the others with the reason."""
     readable, damaged = [], {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if not (NAMES.fullmatch(path.name) and (path / STATE_FILE).is_file()):
             continue
         try:
-            readable.append(Found(path, read_state(path)))
+            readable.append(read_state(path))
         except DamagedError as damage:
             damaged[path] = damage
-    return sorted(readable, key=lambda one: (one.state.progress.step, one.path)), damaged
+    return sorted(readable, key=lambda one: (one.progress.step, one.path)), damaged
 
 
 def _refuse(folder: Path, damaged: Mapping[Path, DamagedError]) -> None:

@@ -46,11 +46,7 @@ WITHOUT_EFFECT: Final = frozenset(
 
 
 def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
-    """Return the model without weights, built from the trainer's own options without asking a server.
-
-    Raises:
-        ConfigError, ModelError: see `attach_model`.
-    """
+    """Return the model without weights, built from the trainer's own options without asking a server."""
     found = check_model(model_config.model_name)
     _check_shareable(found, model_config.model_name)
     check_attention(found, model_config.attention)
@@ -75,12 +71,8 @@ def attach_model(
 ) -> PreTrainedModel:
     """Return the model of `--model-name` on the server's parameters, in training mode, with every parameter frozen.
 
-    If several workers of the server have a shard of each weight, the model is this process's shard.
-
-    Args:
-        device: where the trainer runs; `cuda` without a number means the server's GPU.
-        skeleton: the model without weights; it is used if it has the server's dtype and device.
-        rank: the worker whose parameters `config` has.
+    If several workers of the server have a shard of each weight, the model is this process's shard: `config` has the
+    parameters of worker `rank`. A `skeleton` is used if it has the server's dtype and device.
 
     Raises:
         BridgeError: this process can't open the server's memory.
@@ -185,9 +177,6 @@ def server_device(config: BridgeConfigFile, wanted: torch.device) -> torch.devic
 def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Tensor]:
     """Return the server's parameters by vLLM's names, for reading and writing; each storage is mapped once.
 
-    Args:
-        device: see `server_device`.
-
     Raises:
         BridgeError: the memory can't be mapped, or is smaller than the file says.
     """
@@ -215,13 +204,10 @@ def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Te
     return tensors
 
 
-def _open(handle: Handle, device: torch.device) -> torch.UntypedStorage:
-    """Map a storage."""
-    storage: Any
+def _open(handle: Handle, device: torch.device) -> Any:
     if isinstance(handle, FileHandle):
-        storage = torch.UntypedStorage.from_file(handle.path, True, Path(handle.path).stat().st_size)
-        return storage
-    storage = torch.UntypedStorage._new_shared_cuda(
+        return torch.UntypedStorage.from_file(handle.path, True, Path(handle.path).stat().st_size)
+    return torch.UntypedStorage._new_shared_cuda(
         device.index,
         b64decode(handle.ipc_handle_b64),
         handle.storage_size,
@@ -231,7 +217,6 @@ def _open(handle: Handle, device: torch.device) -> torch.UntypedStorage:
         b64decode(handle.event_handle_b64),
         handle.event_sync_required,
     )
-    return storage
 
 
 # the model -------------------------------------------------------------------------------------------------

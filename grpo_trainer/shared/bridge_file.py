@@ -33,11 +33,8 @@ class _Versioned(msgspec.Struct):
 def read_bridge_config(path: Path, rank: int = 0, ranks: int = 1) -> BridgeConfigFile:
     """Read the file, or the one in the folder.
 
-    The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart.
-
-    Args:
-        rank: the worker whose weights are wanted.
-        ranks: number of trainer processes over which the weights are sharded; the server has as many workers.
+    The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart. If
+    the weights are sharded over `ranks` trainer processes, the server has as many workers.
 
     Raises:
         BridgeError: the file is not usable.

@@ -109,13 +109,9 @@ def bind_names(
 ) -> tuple[Binding, ...]:
     """Find each parameter's place.
 
-    Args:
-        hf_shapes: shapes of all parameters and of the buffers that checkpoints hold, tied ones under each name.
-        vllm_shapes: shapes of all of vLLM's parameters, tied ones under each name.
-
-    Returns:
-        One binding for each parameter, tied ones under their first name, sorted by name. Together they cover all of
-        vLLM's memory exactly once, except the padding of the vocabulary.
+    The shapes are those of all parameters, and of the buffers that checkpoints hold, tied ones under each name. There
+    is one binding for each parameter, tied ones under their first name, sorted by name. Together they cover all of
+    vLLM's memory exactly once, except the padding of the vocabulary.
 
     Raises:
         NamesError: a parameter of either side can't be bound; the error lists the problems.

@@ -166,7 +166,6 @@ def problems_of(
     """Return the problems that prevent training, and log a warning for settings that may be intended.
 
     Args:
-        seq_len: longest sequence of the training.
         by: first words of a fix: how the user passes the server an argument.
         model: the trainer's model, if the user started the server separately; else None.
     """

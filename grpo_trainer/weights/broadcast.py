@@ -52,11 +52,9 @@ MAPPED = frozenset[Name]({"cuda_ipc", "main_memory"})
 class PresentWeights:
     """The trainer's weights by the model's names; if they are sharded over processes, gathered once for all servers.
 
-    Args:
-        own: returns them where they are. Of sharded weights it is called once, here: this process must not end their
-            gathering between passes of the model that the others make as well (`state_dict` does).
-        gather: gathers them, one at a time, and returns what its argument returned of each; None: they are not sharded.
-        world: the processes over which they are sharded. Rank 0 gets them.
+    `own` returns them where they are. Of sharded weights it is called once, here: this process must not end their
+    gathering between passes of the model that the others make as well (`state_dict` does). `gather` gathers them on
+    rank 0, one at a time, and returns what its argument returned of each; None: they are not sharded.
     """
 
     def __init__(
@@ -77,9 +75,8 @@ class PresentWeights:
     def of(self, version: int, dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Return the present weights, which are those of `version`.
 
-        Args:
-            dtype: the server's. Sharded weights are gathered in main memory in this dtype, and overwrite the version
-                before. Servers may map this memory: no server may be reading that version any more.
+        Sharded weights are gathered in main memory in the server's dtype, and overwrite the version before. Servers may
+        map this memory: no server may be reading that version any more.
         """
         if self._gather is None:
             return self.own()
@@ -108,7 +105,7 @@ class PresentWeights:
                 self._gather(Tensor.cpu)
 
     def gathered(self, dtype: torch.dtype) -> Gathered | None:
-        """Return where weights are gathered in this dtype; None: they are not sharded."""
+        """Return where weights are gathered; None: they are not sharded."""
         if self._gather is None:
             return None
         with self._lock:
@@ -130,13 +127,7 @@ class PresentWeights:
 
 @dataclass(eq=False, repr=False)
 class BroadcastBridge(WeightBridge):
-    """The `broadcast` bridge to one server.
-
-    Attributes:
-        channel: the open channel.
-        layout: how the weights travel in it.
-        proved: result of the proof; None: no proof ran.
-    """
+    """The `broadcast` bridge to one server."""
 
     config: BridgeConfig
     policy: AllWeights
@@ -153,14 +144,16 @@ class BroadcastBridge(WeightBridge):
     """UUIDs of the GPUs of several trainer processes."""
     world: World = field(default_factory=World)
     """The processes over which the weights are sharded; all call this bridge together."""
+    channel: Channel | None = None
+    layout: ModelLayout | None = None
+    """How the weights travel in the channel."""
+    proved: Proved | None = None
+    """Result of the proof; None: no proof ran."""
+    _info: BridgeInfo | None = None
+    _version: int = 0
 
     def __post_init__(self) -> None:
         self._fence = ServerFence(self.server, self.config.in_flight)
-        self._info: BridgeInfo | None = None
-        self.layout: ModelLayout | None = None
-        self.channel: Channel | None = None
-        self._version = 0
-        self.proved: Proved | None = None
 
     def close(self) -> None:
         try:

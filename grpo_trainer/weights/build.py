@@ -13,6 +13,7 @@ from peft import PeftModel
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.config.server import Server, server_names
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.model.load import read_tokenizer
 from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import AllWeights, Policy, SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
@@ -38,10 +39,7 @@ def build_bridge(
 ) -> WeightBridge:
     """Return the bridge that `--weight-bridge-mode` names.
 
-    Args:
-        progress: where the run starts.
-        world: the processes that train together.
-        stop: ends the bridge's waits. If the bridge owns the server and the server exits, all other waits end too.
+    `stop` ends the bridge's waits. If the bridge owns the server and the server exits, all other waits end too.
 
     Raises:
         PortBusyError: the trainer starts the server itself, and the server's port is taken.
@@ -68,9 +66,8 @@ def _bridge(
 ) -> WeightBridge:
     """Return a bridge that sends weights, or restarts servers on them.
 
-    Args:
-        gpus: of all trainer processes.
-        world: the processes that have a part of the weights each; one process has them all.
+    The processes of `world` have a part of the weights each; one process has them all. `gpus` are those of all trainer
+    processes.
     """
     last_version = progress.policy_version + config.training_steps - progress.step
     if config.weight_bridge_mode == "lora_only":
@@ -95,8 +92,12 @@ def _bridge(
             return BroadcastBridge(config, policy, weights, client, folder, length, dtype, gpus, world)
 
         return _to_servers(config.server, sender, weights)
-    merged = config.trains_adapter
-    models = MergedModels.of(config, policy) if merged else CheckpointModels(config.model_name, checkpoints)
+    models: CheckpointModels | MergedModels = CheckpointModels(config.model_name, checkpoints)
+    if config.trains_adapter:
+        assert isinstance(policy.model, PeftModel)
+        tokenizer, root, keep = read_tokenizer(config.model_name), config.save_path, config.keep_checkpoints
+        served = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
+        models = MergedModels(config.model_name, policy.model, tokenizer, served, root, keep)
     return build_restart(config, models, policy, last_version, stop, world)
 
 

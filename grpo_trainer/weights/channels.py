@@ -168,22 +168,14 @@ def why_not(name: Name, trainer: TrainerPlace, info: BridgeInfo) -> Problem | No
 
 
 class Channel:
-    """An open way to one server.
-
-    Attributes:
-        spec: what the workers open; None: nothing, each request names a folder or has the bytes.
-        is_ahead: whether a version is on its way before the server is asked to take it; else it is sent meanwhile.
-        id: the server's name of the open channel.
-        staging_bytes: memory that each worker has set aside for staging; 0: versions are not staged.
-        is_lost: nothing can be sent by it any more, and another one is to be opened.
-    """
+    """An open way to one server."""
 
     name: Name
-    spec: Spec | None = None
-    is_ahead = True
-    is_lost = False
-    id: str | None = None
-    staging_bytes = 0
+    spec: Spec | None = None  # what the workers open; None: nothing, each request names a folder or has the bytes
+    is_ahead = True  # a version is on its way before the server is asked to take it; else it is sent meanwhile
+    is_lost = False  # nothing can be sent by it any more, and another one is to be opened
+    id: str | None = None  # the server's name of the open channel
+    staging_bytes = 0  # memory that each worker has set aside for staging; 0: versions are not staged
 
     def join(self, refused: Callable[[], None]) -> None:
         """Meet the workers, which are opening the channel at the same time. `refused` raises if the server refused."""
@@ -214,8 +206,7 @@ class Channel:
 def together(work: Callable[[Callable[[], None]], object], ask: Callable[[], T]) -> T:
     """Do our part of an exchange in a thread while the server is asked to do its own; return its answer.
 
-    Args:
-        work: takes a function that raises if the server has refused.
+    `work` gets a function that raises if the server has refused.
 
     Raises:
         BridgeError, ServerError: of the side that fails first. The other then ends by its time limit.

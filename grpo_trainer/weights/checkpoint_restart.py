@@ -33,7 +33,6 @@ from grpo_trainer.files import folders_named, remove_remains, whole_folder
 from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.model.export import export_model
-from grpo_trainer.model.load import read_tokenizer
 from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import MODEL_CONFIG_FILE, Policy
 from grpo_trainer.saving.checkpoint import Checkpoints
@@ -83,14 +82,6 @@ class MergedModels:
         remove_remains(self.root, MERGED)
         self._written = folders_named(self.root, MERGED, containing=MODEL_CONFIG_FILE)
 
-    @classmethod
-    def of(cls, config: TrainConfig, policy: Policy) -> MergedModels:
-        """Return the models that a run's configuration asks for."""
-        assert isinstance(policy.model, PeftModel)
-        dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
-        root, keep = config.save_path, config.keep_checkpoints
-        return cls(config.model_name, policy.model, read_tokenizer(config.model_name), dtype, root, keep)
-
     def export(self, version: int) -> str:
         layers: list[Any] = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
         if not any(bool(layer.lora_B["default"].weight.any()) for layer in layers):  # the adapter has no effect
@@ -111,17 +102,11 @@ class MergedModels:
 
 @dataclass(frozen=True)
 class Launched:
-    """One of the servers that the trainer starts.
+    """One of the servers that the trainer starts."""
 
-    Attributes:
-        server: its process, which the bridge stops on exit. Only rank 0 has it.
-        client: client of that server.
-        proof: compares each launch with the trainer; None: no comparison.
-    """
-
-    server: OwnedServer
+    server: OwnedServer  # its process, which the bridge stops on exit; only rank 0 has it
     client: ServerClient
-    proof: Proof | None
+    proof: Proof | None  # compares each launch with the trainer; None: no comparison
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,7 @@ class ServerFence:
         """Keep the server from reading its weights within the block; afterwards it generates with them as `version`.
 
         If the block fails, the server learns that its weights are torn, and refuses to generate until the next update.
-
-        Args:
-            boot_id: the server that is meant.
-            seconds: time limit, after which the weights count as torn.
-
-        Yields:
-            The update's token.
+        After the time limit of `seconds`, too, they count as torn. The block gets the update's token.
 
         Raises:
             BridgeError: the server confirms another version.

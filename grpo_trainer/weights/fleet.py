@@ -75,12 +75,8 @@ class Fleet(WeightBridge):
     with the old version may answer a request; each answer names its version. With no server left, training waits for
     one: the next batch needs completions.
 
-    Args:
-        config: settings of every server, and their addresses. `roster` is the run's folder of servers; None: the list
-            never changes.
-        open_bridge: makes the bridge to one server.
-        weights: what the bridges send. If several processes have parts of it, all of them call the fleet together; they
-            have the same lists, because only rank 0 reads files and clocks. None: one process has all that is sent.
+    If several processes have parts of the weights, all of them call the fleet together; they have the same lists,
+    because only rank 0 reads files and clocks. `weights` None: one process has all that is sent.
     """
 
     def __init__(self, config: Server, open_bridge: OpenBridge, weights: PresentWeights | None = None) -> None:
@@ -149,7 +145,6 @@ class Fleet(WeightBridge):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Return the contexts of all bridges as one."""
         with ExitStack() as held:
             for bridge in self._bridges.values():
                 held.enter_context(bridge.updating())
@@ -172,7 +167,13 @@ class Fleet(WeightBridge):
         none = not any(isinstance(answer, Published) for answer in answers.values())
         at_fault = none and any(isinstance(answer, BridgeError) for answer in answers.values())
         published = self._agreed(answers, strict=at_fault)
-        one = self._published = _as_one(published, version) if published else Published(version, "", quiet(version))
+        one = Published(version, "", quiet(version))
+        if published:
+            if len({each.version for each in published.values()}) > 1:
+                served = [f"{each.version} at {url}" for url, each in published.items()]
+                raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
+            one = replace(next(iter(published.values())), metrics=largest(each.metrics for each in published.values()))
+        self._published = one
         if self._folder is None:
             return one
         self._join()
@@ -321,16 +322,3 @@ def _answer(url: str, ask: Callable[[], T]) -> T | Failed:
         return error
     except BridgeError as error:
         return BridgeError.of(at_server(url, error.problems))
-
-
-def _as_one(published: Mapping[str, Published], version: int) -> Published:
-    """Return the publishes of one version to several servers as one; each metric is the largest of any server.
-
-    Raises:
-        BridgeError: the servers serve different versions; the message names them.
-    """
-    if len({one.version for one in published.values()}) > 1:
-        served = [f"{one.version} at {url}" for url, one in published.items()]
-        raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
-    first = next(iter(published.values()))
-    return replace(first, metrics=largest(one.metrics for one in published.values()))

@@ -28,27 +28,20 @@ BUCKET_BYTES = 256 << 20
 
 
 class Layout:
-    """Places of tensors in buckets.
+    """Places of tensors in buckets, each a safetensors file.
 
-    Args:
-        shapes: name and shape of each tensor, by bucket.
-        dtype: dtype in which the tensors are sent, which is the server's.
-        metadata: of each bucket's safetensors file.
-
-    Attributes:
-        headers: length and header of a safetensors file, for each bucket.
-        nbytes: bytes of all buckets' data.
-        largest: elements of the largest bucket.
+    `shapes` are the names and shapes of the tensors, by bucket. They are sent in `dtype`, which is the server's.
     """
 
     def __init__(
         self, shapes: Sequence[Sequence[tuple[str, tuple[int, ...]]]], dtype: torch.dtype, metadata: Mapping[str, str]
     ) -> None:
         self.spans: list[tuple[TensorSpan, ...]] = [lay_out(bucket, DTYPE_NAMES[dtype]) for bucket in shapes]
+        # Each begins with its length.
         self.headers = [encode_header(spans, {"format": "pt", **metadata}) for spans in self.spans]
         ends = [spans[-1].end for spans in self.spans]
         self.nbytes = sum(ends)
-        self.largest = max(ends) // dtype.itemsize
+        self.largest = max(ends) // dtype.itemsize  # elements of the largest bucket
         self.dtype = dtype
 
     def __len__(self) -> int:
@@ -58,17 +51,12 @@ class Layout:
 class AdapterLayout(Layout):
     """An adapter in one bucket: a persistent buffer on the model's device, filled again for each publish.
 
-    Args:
-        model: `pack` reads its adapter's parameters in place, so they must stay the same tensors; optimizers keep them.
-
-    Attributes:
-        settings: contents of adapter_config.json.
-        buffer_E: all elements of all tensors.
+    `pack` reads the adapter's parameters in place, so they must stay the same tensors; optimizers keep them.
     """
 
     def __init__(self, model: PeftModel, dtype: torch.dtype) -> None:
         state = adapter_state(model)
-        self.settings: dict[str, Any] = adapter_settings(model)
+        self.settings: dict[str, Any] = adapter_settings(model)  # contents of adapter_config.json
         shapes = [(name, tuple(tensor.shape)) for name, tensor in state.items()]
         super().__init__([shapes], dtype, {"adapter_config": json.dumps(self.settings)})
         device = next(iter(state.values())).device
@@ -104,14 +92,8 @@ class ModelLayout(Layout):
     """All weights in buckets, under a checkpoint's names.
 
     transformers renames some tensors when it loads them and fuses others (the experts of a mixture); the server expects
-    a checkpoint's names and shapes, so both are undone here.
-
-    Args:
-        model: its class knows the names of checkpoints.
-        stored: the weights by the model's names (`export.stored_tensors`); only names and shapes are used.
-
-    Attributes:
-        names: names of `stored`, by bucket.
+    a checkpoint's names and shapes, so both are undone here. Of `stored`, the weights by the model's names
+    (`export.stored_tensors`), only names and shapes are used.
     """
 
     def __init__(
@@ -119,7 +101,7 @@ class ModelLayout(Layout):
     ) -> None:
         self._model = model
         sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in stored.items()}
-        self.names = plan_shards(sizes, limit or BUCKET_BYTES)
+        self.names = plan_shards(sizes, limit or BUCKET_BYTES)  # of `stored`, by bucket
         shapes = [
             [
                 (final, tuple(part.shape))
@@ -136,11 +118,7 @@ class ModelLayout(Layout):
         return published(self._model, {name: tensor})
 
     def parts(self, number: int, stored: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpan, Tensor]]:
-        """Yield a bucket's tensors with their places in its data. Several threads may do this.
-
-        Args:
-            stored: the weights, on any device and in any dtype.
-        """
+        """Yield a bucket's tensors, on any device and in any dtype, with their places. Several threads may do this."""
         spans = iter(self.spans[number])
         for name in self.names[number]:
             with self._converting:  # transformers' converters keep what they have collected
@@ -154,9 +132,7 @@ class ModelLayout(Layout):
     def pack(self, number: int, stored: Mapping[str, Tensor], buffer_E: Tensor) -> Tensor:
         """Write a bucket's present data to a flat buffer on any device; return the part of the buffer that has it.
 
-        Args:
-            stored: the weights, on any device and in any dtype.
-            buffer_E: `largest` elements of `dtype`, or more.
+        The buffer has `largest` elements of `dtype`, or more.
         """
         end = 0
         for span, part in self.parts(number, stored):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,8 +43,7 @@ class Sent:
 def publish_by(channel: Channel, server: ServerClient, name: str, version: int, *, activate: bool = True) -> Sent:
     """Publish the adapter's present values under a name, as `version`.
 
-    Args:
-        activate: requests that name no version get this one from now on.
+    If `activate`, requests that name no version get this one from now on.
 
     Raises:
         ServerError: the server does not answer, or refuses the adapter.
@@ -74,11 +74,7 @@ def publish_by(channel: Channel, server: ServerClient, name: str, version: int, 
 
 @dataclass(eq=False, repr=False)
 class LoraSwap(WeightBridge):
-    """The `lora_only` bridge.
-
-    Attributes:
-        proved: result of the proof; None: no proof ran.
-    """
+    """The `lora_only` bridge."""
 
     config: BridgeConfig
     model: PeftModel
@@ -87,12 +83,11 @@ class LoraSwap(WeightBridge):
     """Folder in which the channel `disk` writes; the server's --lora-root."""
     seq_len: int
     """Longest sequence of the training, which the server must be able to serve."""
-
-    def __post_init__(self) -> None:
-        self._way: Way | None = None
-        self.channel: Channel | None = None
-        self._published: int | None = None
-        self.proved: Proved | None = None
+    proved: Proved | None = None
+    """Result of the proof; None: no proof ran."""
+    channel: Channel | None = None
+    _way: Way | None = None
+    _published: int | None = None
 
     def close(self) -> None:
         try:
@@ -151,10 +146,7 @@ class LoraSwap(WeightBridge):
             return None
         assert self._way is not None, "connect comes first"
         info = self._way.info
-
-        def load(name: str) -> None:
-            self.send(name, info.policy_version, activate=False)
-
+        load = partial(self.send, version=info.policy_version, activate=False)
         change = AdapterChange(self.model, self.server, load, info)
         self.proved = Proof(self.model, self.server).prove(info, change)
         return self.proved.noise

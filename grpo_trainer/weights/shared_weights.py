@@ -145,7 +145,14 @@ class SharedBridge(WeightBridge):
             return max(
                 policy_version if policy_version > info.policy_version else info.policy_version + 1 for info in infos
             )
-        faults = {url: self._faults(state) for url, state in zip(self.servers, states, strict=True)}
+        faults: dict[str, list[Problem]] = {}
+        for url, state in zip(self.servers, states, strict=True):
+            fault = state.fault
+            if fault is None and state.info.policy_version < 0:
+                fault = "an earlier trainer ended while it was proving the bridge, and left a synthetic change"
+            if fault is not None:
+                fix = "write a checkpoint's weights into it with --resume auto, or restart the server"
+                faults[url] = [Problem("the inference server", fault, "", fix, "holds no policy's weights")]
         if problems := self._named(faults):
             raise BridgeError.of(problems)
         wanted = [max(policy_version, info.policy_version) for info in infos]
@@ -165,15 +172,6 @@ class SharedBridge(WeightBridge):
                 infos[0].policy_version,
             )
         return wanted[0]
-
-    def _faults(self, state: BridgeDebug) -> list[Problem]:
-        fault = state.fault
-        if fault is None and state.info.policy_version < 0:
-            fault = "an earlier trainer ended while it was proving the bridge, and left a synthetic change"
-        if fault is None:
-            return []
-        fix = "write a checkpoint's weights into it with --resume auto, or restart the server"
-        return [Problem("the inference server", fault, "", fix, "holds no policy's weights")]
 
     def _named(self, problems: Mapping[str, list[Problem]]) -> list[Problem]:
         """Return the problems of servers by URL; of several servers, with the URL in front."""
@@ -256,7 +254,7 @@ class SharedBridge(WeightBridge):
         self.finish_kernels()  # so that the server does not pause for kernels queued earlier
         self.world.barrier()
         try:
-            self.world.lead(lambda: self._open(boots, seconds))
+            self.world.lead(lambda: self._each(lambda url, _: self._fences[url].begin(boots[url], seconds)))
             yield
             self.finish_kernels()
             self.world.barrier()  # no server resumes before all ranks have written
@@ -267,9 +265,6 @@ class SharedBridge(WeightBridge):
             raise
         self._metrics = self.world.lead(lambda: self._close(version))
         self._version = version
-
-    def _open(self, boots: Mapping[str, str], seconds: float) -> None:
-        self._each(lambda url, _: self._fences[url].begin(boots[url], seconds))
 
     def _close(self, version: int) -> dict[str, Metric]:
         """Let all servers resume, and return the largest of each of their figures."""

@@ -193,7 +193,7 @@ def test_any_number_of_processes_resumes_what_any_number_wrote(sharded: Sharded)
 
     states = folder / "checkpoints2" / "step_3" / STATES_FOLDER
     assert sorted(file.name for file in states.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    check_files(states.parent, state := read_state(states.parent))
+    check_files(state := read_state(states.parent))
     assert {f"{STATES_FOLDER}/{file.name}" for file in states.iterdir()} < state.files.keys(), "damage would be found"
     undisturbed = together["later"]
     assert max_difference(undisturbed, together["weights"]) > 1e-4

@@ -86,7 +86,7 @@ def sealed(folder: Path) -> Path:
 
 def test_seal_notes_all_files_and_where_the_run_stood(tmp_path: Path) -> None:
     state = read_state(sealed(tmp_path / "c"))
-    check_files(tmp_path / "c", state)
+    check_files(state)
     assert state.progress == Progress(3, 4, ("x", "y"), JUMPED)
     assert {name: size for name, (size, _) in state.files.items()} == {"weights": 10, "inner/more": 3}
 
@@ -103,7 +103,7 @@ def test_check_files_damaged(tmp_path: Path, file: str, content: bytes | None, g
     path = sealed(tmp_path / "c")
     (path / file).unlink() if content is None else (path / file).write_bytes(content)
     with refusing(DamagedError, file, got=got, wanted=wanted):
-        check_files(path, read_state(path))
+        check_files(read_state(path))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_checkpoints_newest_deleted_another_is_written(tmp_path: Path, caplog: p
     assert checkpoints.safe is not None and checkpoints.safe.step == 11
     shutil.rmtree(tmp_path / "step_11")
     assert checkpoints.save(Progress(11, 11)) == tmp_path / "step_11"  # it says what is there
-    check_files(tmp_path / "step_11", read_state(tmp_path / "step_11"))
+    check_files(read_state(tmp_path / "step_11"))
     warned = [record.args for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == [(tmp_path / "step_10",), (tmp_path / "step_11",)]
 
@@ -274,7 +274,7 @@ def test_weights_for_a_server_that_were_deleted_are_written_again(tmp_path: Path
     assert checkpoints.export(3) == folder and folder.is_dir()
     shutil.rmtree(folder)
     checkpoints.maybe_save(Progress(3, 3))
-    check_files(folder, read_state(folder))
+    check_files(read_state(folder))
 
 
 def test_checkpoints_of_a_finished_run_never_write_into_the_final_one(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_checkpoints_of_a_finished_run_never_write_into_the_final_one(tmp_path: 
     assert content() == written and names(tmp_path) == [path.name]
     policy.after = lambda: None
     assert resumed.save(Progress(3, 2), final=True) == path
-    check_files(path, read_state(path))
+    check_files(read_state(path))
     assert read_state(path).progress == Progress(3, 2)
 
 
@@ -526,5 +526,5 @@ def test_checkpoints_write_one_at_a_time_and_lose_none(interval: str | int, step
         assert found == {**{f"step_{step}": (float(step),) for step in begun}, "model_final": (-1.0,)}
         for step in begun:
             state = read_state(folder / f"step_{step}")
-            check_files(folder / f"step_{step}", state)
+            check_files(state)
             assert state.progress == Progress(step, step, (f"batch {step}",))
