@@ -67,6 +67,8 @@ class PresentWeights:
         self._lock = threading.Lock()
         self._places: dict[torch.dtype, Gathered] = {}
         self._gathered: dict[torch.dtype, int] = {}
+        self.gather_seconds = 0.0
+        """How long `gather` took for the present weights: a part of their publish, to whichever server."""
 
     def own(self) -> Mapping[str, Tensor]:
         """Return this process's weights, whole or in shards."""
@@ -97,12 +99,15 @@ class PresentWeights:
         """Gather sharded weights for `of`, in all dtypes that servers have; all processes call this before a send."""
         if self._gather is None:
             return
+        started = time.perf_counter()
         wanted = self.world.lead(lambda: [dtype for dtype in self._places if self._gathered.get(dtype) != version])
         for dtype in wanted:
             if self.world.leads:
                 self.of(version, dtype)
             else:
                 self._gather(Tensor.cpu)
+        if wanted:
+            self.gather_seconds = time.perf_counter() - started
 
     def gathered(self, dtype: torch.dtype) -> Gathered | None:
         """Return where weights are gathered; None: they are not sharded."""
@@ -122,7 +127,7 @@ class PresentWeights:
     def forget(self) -> None:
         """Gather again for the next server: the weights change, or the version that they were sent as was given up."""
         with self._lock:
-            self._gathered = {}
+            self._gathered, self.gather_seconds = {}, 0.0
 
 
 @dataclass(eq=False, repr=False)
@@ -242,12 +247,12 @@ class BroadcastBridge(WeightBridge):
 
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
-        started = time.perf_counter()
         self.weights.gather(version)  # before the server waits: all processes take part
-        self.world.lead(lambda: self._deliver(version, started))
+        self.world.lead(lambda: self._deliver(version))
         self._version = version
 
-    def _deliver(self, version: int, started: float) -> None:
+    def _deliver(self, version: int) -> None:
+        started = time.perf_counter() - self.weights.gather_seconds
         channel, layout, info = self.channel, self.layout, self._info
         assert channel is not None and channel.id is not None and layout is not None and info is not None
         sent = 0.0

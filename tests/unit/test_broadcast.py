@@ -10,6 +10,7 @@ import struct
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from grpo_trainer.config.bridge import BridgeConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.locked_memory import LockedMemory
+from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.build import weights_folder
@@ -132,6 +134,38 @@ def test_present_weights_are_gathered_again_once_they_change() -> None:
     weights.of(2, torch.float32)
     assert shards.count == 4
     assert PresentWeights(shards.own).of(1, torch.bfloat16) is shards.weights, "of one process, they are never copied"
+
+
+def test_gathering_is_part_of_the_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it was done for several servers, before their bridges were asked. Gathering takes 2 s, sending 0.25."""
+    now, shards = [100.0], Shards()
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    def gather(keep: Callable[[Tensor], Tensor]) -> Mapping[str, Tensor]:
+        wait(2.0)
+        return shards.gather(keep)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    weights = PresentWeights(shards.own, gather)
+    server: Any = SimpleNamespace(apply_weights=lambda request: None)
+    bridge: Any = BroadcastBridge(NOTHING, NOTHING, weights, server, Path("/x"), 8, "float32")
+    bridge.channel = SimpleNamespace(
+        id="one", name="main_memory", is_ahead=True, staging_bytes=0, send=lambda *_: wait(0.25)
+    )
+    bridge.layout, bridge._info = (
+        SimpleNamespace(dtype=torch.float32),
+        SimpleNamespace(boot_id="b", served_model_name=""),
+    )
+    bridge._fence = SimpleNamespace(metrics={}, hold=lambda *_: nullcontext("token"))
+    weights.of(0, torch.float32)
+    for version, before in (1, True), (2, False):
+        with bridge.updating():
+            pass
+        if before:
+            weights.gather(version)
+        assert reduce(bridge.publish(version).metrics)["train/sync_time"] == 2.25
 
 
 def test_present_weights_are_rounded_in_memory_that_is_used_again() -> None:

@@ -89,7 +89,7 @@ def cast(adapter: PackedAdapter, dtype: torch.dtype) -> PackedAdapter:
 
 
 class NotFiniteError(ValueError):
-    """An adapter is not finite in the dtype in which it is served: the value `got` of `field`, a tensor or `lora_alpha`."""
+    """An adapter is not finite in the served dtype: the value `got` of `field`, a tensor's name or `lora_alpha`."""
 
     def __init__(self, field: str, got: str) -> None:
         super().__init__(f"{field}: {got}")
