@@ -204,7 +204,7 @@ class Supervisor:
         """Handle processes that have ended; raise an error if anything ends the run early."""
         self._signals.check()
         self._check_run()
-        failed: list[Row] = []
+        failed: list[tuple[tuple[bool, bool, bool], Row]] = []
         for row, process in self._running:
             process.check_log()
             if (code := process.exit_code) is None or row.state == "ended":
@@ -213,9 +213,11 @@ class Supervisor:
                 row.state = "ended"
                 self._tell_user(f"{process.name}: has ended (log: {process.log_path})")
             elif not (code == 0 and process.spec.ends_run):
-                failed.append(row)
+                # A killed process comes first: one that ended with an error at the same moment may have failed because
+                # of it. One that has lost another process of the trainer comes last.
+                failed.append(((code >= 0, code == os.EX_TEMPFAIL, process.spec.ends_run), row))
         if failed:
-            self._lose(min(failed, key=_blame))
+            self._lose(min(failed, key=lambda each: each[0])[1])
         self._check_supply()
 
     def _check_supply(self) -> None:
@@ -254,8 +256,7 @@ class Supervisor:
     def _lose(self, row: Row, *, late: bool = False) -> None:
         """Take a process that failed, and those that restart with it, out of the run; they start again later.
 
-        Args:
-            late: it was not ready in time; the signal for that may have ended it already.
+        One that is late was not ready in time; the signal for that may have ended it already.
 
         Raises:
             ProcessFailedError: it does not restart.
@@ -374,13 +375,3 @@ class Supervisor:
             process.close()
         self._hear()
         self.table.clear()
-
-
-def _blame(row: Row) -> tuple[bool, bool, bool]:
-    """Return a key by which those that failed first come first.
-
-    A killed process comes first: one that ended with an error at the same moment may have failed because of it. One
-    that has lost another process of the trainer comes last.
-    """
-    code = row.process.exit_code if row.process is not None else None
-    return (code or 0) >= 0, code == os.EX_TEMPFAIL, row.spec.ends_run

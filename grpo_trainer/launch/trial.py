@@ -127,11 +127,7 @@ class Trials(list[Trial]):
     """The trials of a run's environments, which run at the same time."""
 
     def outcomes(self, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
-        """Wait for all trials, and return them.
-
-        Args:
-            say: called with a line about each trial that takes long.
-        """
+        """Wait for all trials, and return them; `say` a line about each that takes long."""
         while waiting := [trial for trial in self if not trial.is_over]:
             for trial in waiting:
                 trial.look()
@@ -157,8 +153,7 @@ class Trials(list[Trial]):
 def trying(config: RunConfig, *, everything: bool = False) -> Iterator[Trials]:
     """Try the environments in the background of a block, unless the options say otherwise.
 
-    Args:
-        everything: also try the built-in environments of which only the settings can be wrong.
+    With `everything`, also the built-in environments of which only the settings can be wrong.
     """
     trials = Trials()
     with TemporaryDirectory(prefix="grpo-try-", ignore_cleanup_errors=True) as folder:
