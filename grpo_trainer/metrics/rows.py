@@ -97,7 +97,12 @@ def last_rows(path: Path) -> Rows:
 def parse_row(path: Path, line: bytes, check: Check = figures) -> Row | None:
     """Return a row of the file; None: the line is none."""
     with suppress(ValueError, RecursionError):
-        row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_exact)
+        row = json.loads(
+            line.decode(),
+            parse_constant=lambda _: None,
+            parse_float=lambda text: number if abs(number := float(text)) < LARGEST_FLOAT else None,
+            parse_int=lambda text: number if abs(number := int(text)) < LARGEST else None,
+        )
         if isinstance(row, dict):
             check_format(str(path), row, ROWS_FORMAT)
             if isinstance(step := row.get("step"), int) and 0 <= step < LARGEST:
@@ -156,11 +161,3 @@ class NewRows:
 def _lines(content: bytes) -> list[bytes]:
     """Return the lines; the last is what follows the last line break, usually nothing."""
     return content.removeprefix(codecs.BOM_UTF8).split(b"\n")
-
-
-def _finite(text: str) -> float | None:
-    return number if abs(number := float(text)) < LARGEST_FLOAT else None
-
-
-def _exact(text: str) -> int | None:
-    return number if abs(number := int(text)) < LARGEST else None

@@ -188,12 +188,15 @@ def _banner(number: int, run: Run, figures: dict[str, Any]) -> dict[str, Any] | 
 def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> str:
     """Return the whole report: plain HTML, and the data from which the page's scripts draw plots and samples.
 
-    Args:
-        made: when; it is said on the page.
-        refresh_seconds: the browser loads the page again after so long; 0: it does not.
+    The browser loads the page again after `refresh_seconds`, unless they are 0.
     """
+
+    def upright(value: Any) -> Any:
+        """Show characters that turn the direction of text as escapes: text of others is on the page."""
+        return value if hasattr(value, "__html__") else str(value).translate(BIDI)
+
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, finalize=_upright, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, finalize=upright, undefined=jinja2.StrictUndefined
     )
     environment.filters["toml"] = tomli_w.dumps
     figures = [summary(run) for run in runs]
@@ -215,8 +218,3 @@ def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> st
         data=page_data(runs),
         refresh_seconds=refresh_seconds,
     )
-
-
-def _upright(value: Any) -> Any:
-    """Show characters that turn the direction of text as escapes: text of others is on the page."""
-    return value if hasattr(value, "__html__") else str(value).translate(BIDI)
