@@ -171,11 +171,7 @@ def _open_run(options: ApiOptions, url: str) -> list[int]:
 
 
 class _Roles:
-    """The processes of a measurement. A context manager: its exit kills those that are left.
-
-    Args:
-        server: the API's process; None: it is on another machine.
-    """
+    """The processes of a measurement, of an API elsewhere if `server` is None. At its exit those that are left die."""
 
     def __init__(self, url: str, server: psutil.Process | None) -> None:
         self._url, self._server = url, server
@@ -318,8 +314,7 @@ def _post(parent: Connection, at: tuple[str, int], options: ApiOptions, env_id: 
 def _consume(parent: Connection, at: tuple[str, int], options: ApiOptions) -> tuple[list[float], Counter[int]]:
     """Take batches as a trainer does, until every group has arrived, or no more arrive.
 
-    Returns:
-        The seconds of each batch, and how often each group came.
+    Return the seconds of each batch, and how often each group came.
     """
     connection = http.client.HTTPConnection(*at, timeout=300)
     packed = options.wire == "msgpack"

@@ -72,16 +72,15 @@ def option(
     help: str | None = None,
     **constraints: Any,
 ) -> Any:
-    """Declare an option of a `Section`.
+    """Declare an option of a `Section`; without a default it is required.
 
     Args:
-        default: its value when it is not given; left out, the option is required.
         others: its further flags.
         flag: the flag that messages and TOML use; by default the field's name with dashes.
         former: flags that no help shows. They stand without the name of a table: `--vllm-port`.
         meanings: what each value means, a line of help each.
-        help: its help, where that is not the text below the field.
-        constraints: pydantic's (`ge`, `gt`, `le`, …).
+        help: where that is not the text below the field.
+        constraints: pydantic's.
     """
     extra = {"flag": flag, "others": [*others], "former": [*former], "meanings": dict(meanings or {})}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
@@ -191,11 +190,9 @@ Layer = dict[str, Given]
 
 
 def read(root: type[Section], problems: list[Problem], *tables: Mapping[str, Any]) -> Layer:
-    """Return the values of a file or a command line.
+    """Return the values of a file or a command line: by any of an option's names, in a table's own mapping or not.
 
-    Args:
-        problems: gets one for each unknown name, suggesting the nearest, and for two values of one option.
-        tables: values by any of an option's names, with dashes or underscores; those of a table may be nested.
+    `problems` gets one for each unknown name, suggesting the nearest, and for two values of one option.
     """
     known, found = by_name(root), Layer()
     nested = {option.path[0] for option in options_of(root) if len(option.path) > 1}
@@ -278,11 +275,8 @@ def make(root: type[C], layer: Layer) -> C:
 def build(root: type[C], *tables: Mapping[str, Any], problems: Iterable[Problem] = ()) -> C:
     """Make a section from the values of tables, of which later ones win; see `read`, `merged` and `make`.
 
-    Args:
-        problems: those found before.
-
     Raises:
-        ConfigError: for those, as for `make`, and for each unknown name.
+        ConfigError: as for `make`, for each unknown name, and for the problems that were found before.
     """
     problems, config = [*problems], None
     layers = [read(root, problems, table) for table in tables]
@@ -363,11 +357,10 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def _ranges(value: object) -> object:
-    return parse_ranges(shown(value)) if isinstance(value, (str, list, tuple)) else value
-
-
-Ranges = Annotated[tuple[int, ...], BeforeValidator(_ranges)]
+Ranges = Annotated[
+    tuple[int, ...],
+    BeforeValidator(lambda value: parse_ranges(shown(value)) if isinstance(value, (str, list, tuple)) else value),
+]
 """Numbers that `parse_ranges` reads, as text or as a list: ascending, each once."""
 
 
@@ -395,11 +388,9 @@ Arguments = Annotated[
 """Further arguments of a process."""
 
 
-def _split(value: Any) -> Any:
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-
-COMMA_SEPARATED = BeforeValidator(_split)
+COMMA_SEPARATED = BeforeValidator(
+    lambda value: [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+)
 """Of a tuple of words."""
 
 

@@ -98,10 +98,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Sequence[str] = ()) -> RunConfig:
     """A run's configuration from a file's tables and flags; flags win.
 
-    Args:
-        file: the tables of the TOML file, empty without one.
-        flags: values by an option's name, and those of `--env`, `--data` and `--reward`.
-        env_args: what the command line has beyond known flags: `--env.KEY VALUE` and `--openai.KEY VALUE`.
+    `flags` has options, and `--env`, `--data` and `--reward`. `env_args` is what the command line has beyond known
+    flags: `--env.KEY VALUE` and `--openai.KEY VALUE`.
 
     Raises:
         ConfigError: unknown keys, wrong values, options that the run sets itself, or options that do not go together;
@@ -253,14 +251,10 @@ def _is_key(name: str) -> bool:
 def _not_given_again(
     names: Sequence[str], said: Layer, environments: Mapping[str, Any] | None, where: str
 ) -> Iterator[Problem]:
-    """Yield the options that a stored run had and its file has not, unless they are keys or were given again.
+    """Yield those of the options that a stored run's file left out which are no keys, and were not given again.
 
-    A key may come from an environment variable; `_layer` warns of it.
-
-    Args:
-        names: those that the file left out.
-        environments: what is given by an environment's table; None: all of the environments.
-        where: the file.
+    A key may come from an environment variable; `_layer` warns of it. `environments` has what is given, by an
+    environment's table; None: all of the environments.
     """
     for name in names:
         table, *rest = re.split(r"[ .]", name.removeprefix("trainer."))
@@ -313,12 +307,10 @@ def _with_one_batch(*layers: Layer) -> Iterator[Layer]:
 def _with_batch(
     trainer: TrainConfig, options: RunOptions, answers: int, said: Collection[str], *, keeps_prompts: bool
 ) -> tuple[TrainConfig, RunOptions]:
-    """Return the options with the sequences of a step and of a microbatch, from prompts and answers a step.
+    """Return the options with the sequences of a step and of a microbatch, from prompts and the answers to each.
 
-    Args:
-        answers: to a prompt.
-        said: options that were given; the older names of a step's size stay what they were.
-        keeps_prompts: the prompts are those of a stored run, whose step stays as large.
+    Of the options that were `said`, the older names of a step's size stay what they were. With `keeps_prompts`, the
+    prompts are those of a stored run, whose step stays as large.
 
     Raises:
         ConfigError: both were given, and don't go together.
@@ -377,12 +369,9 @@ def _environments(
     rewards: Sequence[str],
     own: Mapping[str, Any],
 ) -> tuple[EnvironmentProcess, ...]:
-    """Return the environments of a file and of flags.
+    """Return the environments of a file and of flags: `name`, `options` by table, and `rewards` instead of the file's.
 
-    Args:
-        options: options of the environment by table.
-        rewards: those of flags, which replace the file's.
-        own: the file's tables outside `[[environments]]`.
+    `own` has the file's tables outside `[[environments]]`.
     """
     if isinstance(tables, dict):  # [environments] instead of [[environments]]: meant as one
         tables = [tables]
