@@ -60,11 +60,7 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write the model and its tokenizer into a folder unless they exist.
-
-    Raises:
-        ConfigError: the folder holds another model, or other files.
-    """
+    """Write model and tokenizer into a folder, unless they are there; refuse one with another model or other files."""
     import torch
     from transformers import AutoConfig
 

@@ -137,11 +137,7 @@ class Publisher:
         return reduce(self.bridge.publish(self.version).metrics)
 
     def publish(self) -> dict[str, float]:
-        """Change the weights, publish them, and check that the new version answers a request.
-
-        Raises:
-            BridgeError: another version answers.
-        """
+        """Change the weights, publish them, and raise a `BridgeError` if another version answers a request."""
         written = self.write(self.change)
         answer = self.client.generate(PROMPT, max_tokens=1, temperature=1.0, ignore_eos=True)
         if answer.policy_version != self.version:
@@ -270,11 +266,7 @@ def used_gb() -> float | None:
 
 
 def measure(options: SyncOptions) -> dict[str, Any]:
-    """Start a server, publish to it, load it, and end it; return the figures.
-
-    Raises:
-        GrpoError: the server did not start, the bridge failed its proof, …
-    """
+    """Start a server, publish to it, load it, and end it; return the figures."""
     import torch
 
     with opened(options) as publisher:

@@ -134,11 +134,7 @@ def first_options(rows: Sequence[Row], first: Sequence[str]) -> str:
 
 
 def all_options(rows: Sequence[Row], topic: str = "") -> str:
-    """Return every option under its topic, or those of one topic.
-
-    Raises:
-        ConfigError: no topic begins so.
-    """
+    """Return every option under its topic, or those of one topic; raise a `ConfigError` if no topic begins so."""
     topics = list(dict.fromkeys(row.topic for row in rows))
     chosen = [name for name in topics if name.lower().startswith(topic.lower())]
     if not chosen:

@@ -190,7 +190,7 @@ Layer = dict[str, Given]
 
 
 def read(root: type[Section], problems: list[Problem], *tables: Mapping[str, Any]) -> Layer:
-    """Return the values of a file or a command line: by any of an option's names, in a table's own mapping or not.
+    """Return the values of a file or a command line, given by any of an option's names; those of a table may be nested.
 
     `problems` gets one for each unknown name, suggesting the nearest, and for two values of one option.
     """
@@ -247,11 +247,8 @@ def _mode(root: type[Section], layer: Layer) -> str | None:
 
 
 def make(root: type[C], layer: Layer) -> C:
-    """Make a section from its values.
-
-    Raises:
-        ConfigError: for each wrong value, missing one, and option that does not belong to the chosen mode.
-    """
+    """Make a section from its values, or raise a `ConfigError` that names each wrong value, each missing one, and each
+    option that does not belong to the chosen mode."""
     known, mode, problems = by_name(root), _mode(root, layer), list[Problem]()
     tree: dict[str, Any] = {}
     for key, given in layer.items():
@@ -275,8 +272,7 @@ def make(root: type[C], layer: Layer) -> C:
 def build(root: type[C], *tables: Mapping[str, Any], problems: Iterable[Problem] = ()) -> C:
     """Make a section from the values of tables, of which later ones win; see `read`, `merged` and `make`.
 
-    Raises:
-        ConfigError: as for `make`, for each unknown name, and for the problems that were found before.
+    A `ConfigError` names unknown names, too, and the problems that were found before.
     """
     problems, config = [*problems], None
     layers = [read(root, problems, table) for table in tables]
@@ -340,11 +336,7 @@ def shown(value: Any) -> str:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """`"28-29,0"` as `(0, 28, 29)`: ascending, each once.
-
-    Raises:
-        ConfigError: it is no list of numbers and rising ranges.
-    """
+    """Return `"28-29,0"` as `(0, 28, 29)`: ascending, each once; raise a `ConfigError` if it is no such list."""
     numbers: set[int] = set()
     for part in text.replace(" ", "").split(","):
         first, dash, last = part.partition("-")

@@ -100,11 +100,7 @@ def check(config: TrainConfig | RunConfig, hardware: Hardware | None = None) -> 
 
 
 def checked(config: C, hardware: Hardware | None = None) -> C:
-    """Return the same configuration.
-
-    Raises:
-        ConfigError: options in it do not go together; it names all of them.
-    """
+    """Return the same configuration; raise a `ConfigError` with all options in it that do not go together."""
     if problems := check(config, hardware):
         raise ConfigError.of(problems)
     return config

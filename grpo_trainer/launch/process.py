@@ -208,11 +208,7 @@ class Process:
             self.log_error = error
 
     def check_log(self) -> None:
-        """Raise an error if its log could not be written.
-
-        Raises:
-            DiskFullError: the disk is full.
-        """
+        """Raise an error if its log could not be written: a `DiskFullError` if the disk is full."""
         if self.log_error is not None:
             raise from_os_error(self.log_error, f"write the log of {self.name}") or self.log_error
 

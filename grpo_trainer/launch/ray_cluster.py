@@ -141,11 +141,7 @@ class RayCluster:
     # before the start ---------------------------------------------------------------------------------------
 
     def occupy(self, places: Places) -> None:
-        """Hold the GPUs and cores of the run on each of its nodes.
-
-        Raises:
-            ConfigError: another program of the cluster holds them.
-        """
+        """Hold the GPUs and cores of the run on its nodes; raise a `ConfigError` if another program holds them."""
         for node in dict.fromkeys(place.node for place in places.values()):
             assert node is not None, "on a cluster every process has a node"
             own = [place for place in places.values() if place.node == node]
@@ -337,11 +333,7 @@ def _node(found: Mapping[str, Any], here: str) -> Node:
 
 
 def _ray() -> Any:
-    """Return the module.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
+    """Return the module; raise a `ConfigError` if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         return importlib.import_module("ray")

@@ -49,16 +49,11 @@ class Supervisor:
         echo: shows a line that the process with `ends_run` wrote to its stdout.
         check: raises an error that ends the run, for example if the run's folder is gone.
         show: shows the run's progress; called many times a second, and once after the end.
-        start: starts a process, here or on the machine that the plan names.
         max_restarts: of a process in a row; 0: any process that ends, ends the run.
         has_checkpoint: returns whether trainers can continue from a checkpoint.
         servers: the run's folder of servers, where they may change; None: they stay.
         replanner: says where processes start again; None: where they were, and no server is added.
         saves: a trainer that is stopped saves a checkpoint.
-
-    Attributes:
-        begun: the first step is trained.
-        waits: what the processes do now, until then.
     """
 
     def __init__(
@@ -77,7 +72,8 @@ class Supervisor:
         saves: bool = True,
     ) -> None:
         self.table: dict[str, Row] = {}
-        self.begun, self.waits = False, tuple[Wait, ...]()
+        self.begun = False  # the first step is trained
+        self.waits: tuple[Wait, ...] = ()  # what the processes do now, until then
         self._log_folder = log_folder
         self._say, self._echo, self._show = say, echo, show
         self._check_run, self._has_checkpoint = check, has_checkpoint
