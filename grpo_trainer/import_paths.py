@@ -39,10 +39,7 @@ def check(path: str) -> None:
 
 @cache
 def load(path: str, field: str) -> Any:
-    """Import the module of a path and return what the path names.
-
-    Args:
-        field: the flag that gave the path, for messages.
+    """Import the module of a path, which came by the flag `field`, and return what the path names.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such name.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -52,11 +53,7 @@ UNANSWERED = (*NEVER_SENT, httpx.ReadError, httpx.WriteError, httpx.CloseError, 
 
 
 class ServerClient:
-    """Talks to one inference server.
-
-    Args:
-        check_stop: called while waiting; raises to end the wait.
-    """
+    """Talks to one inference server. `check_stop` is called while waiting; it raises to end the wait."""
 
     def __init__(self, config: Server, check_stop: Callable[[], None] = lambda: None) -> None:
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
@@ -73,7 +70,6 @@ class ServerClient:
 
     @property
     def url(self) -> str:
-        """The server's address."""
         return self._config.url
 
     def wait_until_ready(self) -> protocol.BridgeInfo:
@@ -310,15 +306,14 @@ def wait_for_servers(config: Server, check_stop: Callable[[], None]) -> None:
             client.wait_until_there()
 
 
+@dataclass(frozen=True)
 class _Pieces:
     """A large body in pieces; it can be iterated again if the request is repeated."""
 
-    def __init__(self, body: memoryview) -> None:
-        self._body = body
+    body: memoryview
 
     def __iter__(self) -> Iterator[bytes]:
-        starts = range(0, len(self._body), PIECE_BYTES)
-        return (bytes(self._body[start : start + PIECE_BYTES]) for start in starts)
+        return (bytes(self.body[start : start + PIECE_BYTES]) for start in range(0, len(self.body), PIECE_BYTES))
 
 
 def _refusal(request: str, answer: httpx.Response) -> ServerError:

@@ -34,14 +34,14 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from environments.running import settings_check
 from grpo_common.errors import Problem, collected
 from grpo_common.redaction import is_secret
 from grpo_common.suggest import nearest
 from grpo_trainer.config.bridge import ADAPTER_MODES
-from grpo_trainer.config.options import Given, Layer, Section, at_home, dump, make, merged, options_of, read, shown
+from grpo_trainer.config.options import Given, Layer, at_home, dump, make, merged, options_of, read, shown
 from grpo_trainer.config.processes import (
     PROMPTS,
     ApiProcess,
@@ -77,7 +77,6 @@ CONTINUED = frozenset({"trainer", "environments", "prompts_per_step", LEFT_OUT, 
 """Tables and options of a stored run that say what is trained."""
 PLACES = frozenset({"wandb_group"})
 """Options of a trainer that say where a run keeps what it makes: a run that branches from another has its own."""
-C = TypeVar("C", bound=Section)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -127,8 +126,9 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     values |= {key: Given(value, "") for key, value in DEFAULTS.items() if key not in said}
     parts: dict[str, Any] = {}
     for name, section in (("trainer", TrainConfig), ("options", RunOptions), ("api", ApiProcess)):
+        keys = {f"api.{option.key}" if name == "api" else option.key: option.key for option in options_of(section)}
         with collected(problems):
-            parts[name] = _part(section, values, "api." if name == "api" else "")
+            parts[name] = make(section, {keys[key]: given for key, given in values.items() if key in keys})
     with collected(problems):
         options = _env_options(env_args, problems)
         if own.get("data") is not None:
@@ -165,12 +165,6 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
             unset=frozenset(unset),
         )
     )
-
-
-def _part(section: type[C], values: Layer, table: str) -> C:
-    own = {option.key for option in options_of(section)}
-    named = {key.removeprefix(table): given for key, given in values.items() if key.startswith(table)}
-    return make(section, {key: given for key, given in named.items() if key in own})
 
 
 def _layer(tables: Mapping[str, Any], problems: list[Problem]) -> Layer:

@@ -126,12 +126,6 @@ class Server(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
-    def named_gpus(self) -> tuple[str, ...]:
-        """The GPUs of all servers, as `--server.gpus` names them, each once for every server on it."""
-        words = self.gpus.replace(";", ",").split(",") if self.gpus else []
-        return tuple(word.strip() for word in words)
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Of the processes of a run."""
         return server_names(self.replicas)
