@@ -21,11 +21,7 @@ def is_import_path(name: str) -> bool:
 
 
 def check(path: str) -> None:
-    """Check that a path is well-formed and that its module's package can be found, without importing either.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise a `ConfigError` if a path is not well-formed, or its module's package can't be found; import neither."""
     package = path.partition(":")[0].partition(".")[0]
     if not FORM.fullmatch(path):
         raise ConfigError(got=path, wanted="MODULE:NAME", fix="for example my_losses:my_loss")

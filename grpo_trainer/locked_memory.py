@@ -22,7 +22,7 @@ ALIGNMENT = 64
 
 
 class LockedMemory:
-    """A block of main memory, of as many bytes as `bytes_for` returns, that tensors are taken from in order.
+    """A block of main memory, of as many bytes as `bytes_for` returns, from which tensors are taken in order.
 
     If it is shared, other processes of this user can map it, where the system gives files in memory.
     """

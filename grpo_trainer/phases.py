@@ -47,10 +47,7 @@ LOGGED = (SERVER, "rollouts")
 
 
 def report_at(reported: float) -> float:
-    """Return the seconds of a wait at which it is reported next: at 10, 20, 40 and 80 s, then every minute.
-
-    At the last report they were `reported`; 0: there was none.
-    """
+    """Return the seconds of a wait at which it is reported after the last time: 10, 20, 40, 80, then every minute."""
     return reported + min(max(reported, PATIENCE_SECONDS), LONGEST_SILENCE_SECONDS)
 
 

@@ -353,10 +353,9 @@ class Trainer:
         return True
 
     def check_finite(self, values: Sequence[Tensor] | None = None, when: str = "before the first step") -> None:
-        """Check that the trained weights, or values for each, are finite in all processes, which call this together.
+        """Raise a `WeightsError` with the first weight (or value for it) that is not finite in any process.
 
-        Raises:
-            WeightsError: a tensor is not finite; the message names the first.
+        All processes call it together.
         """
         for name in self._world.gather(self._first_not_finite(self.parameters if values is None else values)):
             if name is not None:

@@ -203,11 +203,7 @@ class _Roles:
                 self._pipes[name].send(None)
 
     def result(self, name: str) -> Any:
-        """Return the next value that a process sends.
-
-        Raises:
-            ProcessFailedError: any of the processes has ended too early, or the API has.
-        """
+        """Return the next value of a process; raise an error if any of them, or the API, has ended too early."""
         while not self._sent[name]:
             readable = wait(list(self._pipes.values()), POLL_S)
             for sender in [each for each, pipe in self._pipes.items() if pipe in readable]:

@@ -153,7 +153,7 @@ def environment_command(name: str, said: str = "--env") -> tuple[str, ...]:
     file, with `:CLASS` where it has several classes.
 
     Raises:
-        ConfigError: there is none of this name; the message has the flag or command that `said` it.
+        ConfigError: there is none of this name; `said` is the flag or command that named it, for the message.
     """
     if name in BUILT_IN:
         return (BUILT_IN[name].module,)

@@ -80,11 +80,7 @@ PLACES = frozenset({"wandb_group"})
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises:
-        ConfigError: the file is missing or is no TOML; the message has line and column.
-    """
+    """Return the tables of a TOML file; raise a `ConfigError`, with line and column, if it is missing or no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
@@ -245,7 +241,7 @@ def _is_key(name: str) -> bool:
 def _not_given_again(
     names: Sequence[str], said: Layer, environments: Mapping[str, Any] | None, where: str
 ) -> Iterator[Problem]:
-    """Yield those of the options that a stored run's file left out which are no keys, and were not given again.
+    """Yield the options that a stored run's file left out, except keys and what was given again.
 
     A key may come from an environment variable; `_layer` warns of it. `environments` has what is given, by an
     environment's table; None: all of the environments.

@@ -180,11 +180,7 @@ def url_of(spec: ProcessSpec) -> str:
 
 
 def request(servers: Path, wanted: Request, seconds: float = ANSWER_SECONDS) -> Answer:
-    """Ask a running `grpo run` through its folder of servers, and return its answer.
-
-    Raises:
-        ServerError: no answer came.
-    """
+    """Ask a running `grpo run` through its folder of servers; return its answer, or raise a `ServerError`."""
     folder = servers / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{time.time_ns()}-{uuid4().hex[:8]}"

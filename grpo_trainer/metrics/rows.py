@@ -138,20 +138,17 @@ class NewRows:
 
     def read(self) -> list[Row]:
         """Return the rows since the last call."""
-        if self._file is None or self._is_replaced(self._file):
-            self.close()
+        with suppress(FileNotFoundError):  # deleted, which ends the run
+            if self._file is not None and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                self.close()
+                self._file = None
+        if self._file is None:
             self._file, self._incomplete = self._path.open("rb"), b""
         content = self._incomplete + self._file.read()
         self._incomplete = _lines(content)[-1]
         rows = [row for row in read_lines(self._path, content).rows if (row.get("time") or 0.0) > self._newest]
         self._newest = max([self._newest, *(row["time"] for row in rows if row.get("time"))])
         return rows
-
-    def _is_replaced(self, file: BinaryIO) -> bool:
-        try:
-            return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False  # deleted, which ends the run
 
     def close(self) -> None:
         if self._file is not None:
