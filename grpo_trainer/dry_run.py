@@ -70,7 +70,7 @@ class Ahead:
 
 
 def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
-    """Return what `grpo run` would start now, on this machine or on the nodes of its cluster; `say` how trials went.
+    """Return what `grpo run` would start now, on this machine or on its cluster; `say` takes a line about each trial.
 
     Raises:
         GrpoError: a run could not start: the folder holds a run, the model is missing, an environment fails, a port is

@@ -171,7 +171,7 @@ def _open_run(options: ApiOptions, url: str) -> list[int]:
 
 
 class _Roles:
-    """The processes of a measurement, of an API elsewhere if `server` is None. At its exit those that are left die."""
+    """The processes of a measurement; its exit kills those that are left. `server` is None if the API is elsewhere."""
 
     def __init__(self, url: str, server: psutil.Process | None) -> None:
         self._url, self._server = url, server
@@ -203,7 +203,7 @@ class _Roles:
                 self._pipes[name].send(None)
 
     def result(self, name: str) -> Any:
-        """Return the next value of a process; raise an error if any of them, or the API, has ended too early."""
+        """Return a process's next value; raise a `ProcessFailedError` if any of them, or the API, ended too early."""
         while not self._sent[name]:
             readable = wait(list(self._pipes.values()), POLL_S)
             for sender in [each for each, pipe in self._pipes.items() if pipe in readable]:

@@ -60,7 +60,7 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write model and tokenizer into a folder, unless they are there; refuse one with another model or other files."""
+    """Write model and tokenizer into a folder unless they exist; raise a `ConfigError` if it has others, or files."""
     import torch
     from transformers import AutoConfig
 

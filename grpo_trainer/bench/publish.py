@@ -266,7 +266,7 @@ def used_gb() -> float | None:
 
 
 def measure(options: SyncOptions) -> dict[str, Any]:
-    """Start a server, publish to it, load it, and end it; return the figures."""
+    """Start a server, publish to it, load it, and end it; return the figures, or raise a `GrpoError`."""
     import torch
 
     with opened(options) as publisher:

@@ -147,7 +147,7 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
 
 
 def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu: bool) -> Finding:
-    """The same, as a refusal to start where the first checkpoints would not fit; `flag` names the folder."""
+    """The same, but raise a `ConfigError` where the first checkpoints would not fit; `flag` names the folder."""
     found = check_disk(config, folder, shape_of(config.model_name), on_gpu=on_gpu)
     if found.status == "fail":
         raise ConfigError(f"no room in {folder}", field=flag, got=found.got, wanted=found.wanted, fix=found.fix)

@@ -100,7 +100,7 @@ class OwnedServer:
         return running_time() - process.started
 
     def check(self) -> None:
-        """Raise an error, with its last lines, if the server ended without `stop`, or if its log can't be written."""
+        """Raise a `ProcessFailedError` if the server has ended without `stop`, or what `Process.check_log` raises."""
         if self._process is not None:
             if self._process.exit_code is not None:
                 raise self._process.ended()

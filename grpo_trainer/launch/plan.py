@@ -215,7 +215,7 @@ def server_process(
 
 
 def sampling_seed(seed: str, start: int) -> str:
-    """Return vLLM's seed for a server's start, counted from 0: no two servers or starts of a run sample the same.
+    """Return vLLM's seed for a start of a server, counted from 0, so that no two of a run sample the same numbers.
 
     `seed` is what tells apart the servers of a run, and one run from another.
     """

@@ -100,7 +100,7 @@ class Process:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # when the supervisor dies
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # once the supervisor dies
         )
         pipes = (self.popen.stdout, False), (self.popen.stderr, True)
         self._readers = [threading.Thread(target=self._read, args=pipe, daemon=True) for pipe in pipes]

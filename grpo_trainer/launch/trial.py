@@ -123,7 +123,7 @@ class Trials(list[Trial]):
     """The trials of a run's environments, which run at the same time."""
 
     def outcomes(self, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
-        """Wait for all trials, and return them; `say` a line about each that takes long."""
+        """Wait for all trials, and return them; `say` takes a line about each that takes long."""
         while waiting := [trial for trial in self if not trial.is_over]:
             for trial in waiting:
                 trial.look()

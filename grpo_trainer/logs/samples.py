@@ -61,8 +61,8 @@ class Chosen:
 class SampleLog:
     """Writes some of a batch's sequences, `count` of them, after the step on it, with the step's own logprobs.
 
-    Rows after `steps_done`, of steps that a resumed run takes again, are dropped. Tokens after the `longest` sequence
-    that is trained have no ratio.
+    Rows after `steps_done`, of steps that a resumed run takes again, are dropped. Tokens after the first
+    `longest` are not trained on, and have no ratio.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 
 class MetricLog:
-    """Reduces a step's metrics once and hands them to every sink; says once of a figure that it left its usual range.
+    """Reduces a step's metrics once and hands them to every sink; warns once of a figure that leaves its usual range.
 
     A step's seconds are from the end of the step before to its own, without waiting for the last evaluation; those of
     the first one are from `start`. After the `earlier` rows of a resumed run, its next row has `train/resumed`.

@@ -45,7 +45,7 @@ def report_path(folders: Sequence[Path], output: Path | None) -> Path:
 
 
 def write_report(folders: Sequence[Path], path: Path, *, refresh_seconds: int = 0) -> bool:
-    """Write the page, whole or not at all; return whether all runs have taken their last step."""
+    """Write the page, whole or not at all; return whether all runs took their last step. Errors: see `read_run`."""
     runs = [read_run(folder, may_be_empty=bool(refresh_seconds)) for folder in folders]
     done = all(run.is_done for run in runs)
     html = page(runs, made=datetime.now(), refresh_seconds=0 if done else refresh_seconds)

@@ -134,7 +134,7 @@ def final_step(folder: Path) -> int | None:
 
 
 def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
-    """Read a run's folder; raise a `ConfigError` if it holds no run, unless one may be only starting there."""
+    """Read a run's folder; raise a `ConfigError` if it holds no run. One that only starts `may_be_empty`."""
     path, logs = folder / METRICS_FILE, folder / "logs"
     if not path.exists() and not (may_be_empty and folder.is_dir()):
         wanted = "a run's folder (--run-dir, or --log-dir)"
