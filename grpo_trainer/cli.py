@@ -360,8 +360,7 @@ def _read_run(ctx: typer.Context, config: Path | None, own: dict[str, Any]) -> R
 def _become(module: str, arguments: list[str], called: str | None = None) -> None:
     """Replace this process by a module's own command, so that signals and exit codes are its own.
 
-    Args:
-        called: what an environment is to call itself in its messages.
+    An environment calls itself `called` in its messages.
     """
     sys.stdout.flush()
     environment = os.environ | ({"GRPO_CALLED_AS": called} if called else {})
@@ -390,18 +389,12 @@ def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
         log.warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
 
 
-def _in_utf8() -> None:
-    """Start again in Python's UTF-8 mode where the locale has another encoding: files and lines of a run are UTF-8.
-
-    The processes of a run inherit the mode.
-    """
-    if not locale.getencoding().lower().startswith("utf") and os.environ.get(UTF8_VARIABLE) != "1":
-        os.execve(sys.executable, sys.orig_argv, {**os.environ, UTF8_VARIABLE: "1"})
-
-
 def main() -> None:
     """Entry point: an error that the user can mend is one message and an exit code, anything else a traceback."""
-    _in_utf8()
+    # Files and lines of a run are UTF-8: where the locale has another encoding, start again in Python's UTF-8 mode,
+    # which the processes of a run inherit.
+    if not locale.getencoding().lower().startswith("utf") and os.environ.get(UTF8_VARIABLE) != "1":
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, UTF8_VARIABLE: "1"})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger(FAST_4_BITS).setLevel(logging.ERROR)

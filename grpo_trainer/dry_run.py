@@ -70,10 +70,7 @@ class Ahead:
 
 
 def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
-    """Return what `grpo run` would start now, on this machine or on the nodes of its cluster.
-
-    Args:
-        say: called with a line about each trial of an environment.
+    """Return what `grpo run` would start now, on this machine or on its cluster; `say` takes a line about each trial.
 
     Raises:
         GrpoError: a run could not start: the folder holds a run, the model is missing, an environment fails, a port is
@@ -111,11 +108,9 @@ def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
 
 
 def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence[str]) -> Job:
-    """Write a Slurm job script for a run, and return what it was made from.
+    """Write a Slurm job script for a run with the arguments `words`, and return what it was made from.
 
-    Args:
-        gpus_per_node: 0: server and trainer run on CPUs.
-        words: the arguments of `grpo run`.
+    Without GPUs of a node, server and trainer run on CPUs.
 
     Raises:
         GrpoError: the run could not start on such nodes, or an argument holds a key.
@@ -133,8 +128,7 @@ def rows_of(
 ) -> Iterator[PlannedProcess]:
     """Yield a row for each process of a plan, and for the servers that its trainer starts.
 
-    Args:
-        visible: names of this machine's GPUs in CUDA_VISIBLE_DEVICES; None: they are counted from 0.
+    GPUs are named as this machine's `visible` ones in CUDA_VISIBLE_DEVICES; None: they are counted from 0.
     """
     head = next((spec.place.node.name for spec in plan.processes if spec.place.node), socket.gethostname())
 

@@ -19,13 +19,10 @@ from grpo_common.errors import UserError
 
 
 class GrpoError(UserError):
-    """Base of the trainer's errors.
-
-    Attributes:
-        spoils_weights: what the trainer holds can't be relied on after it, and is not to be saved.
-    """
+    """Base of the trainer's errors."""
 
     spoils_weights = False
+    """Whether the weights that the trainer holds can't be relied on after it, and are not to be saved."""
 
     def add(self, *, summary: str = "", fix: str = "") -> None:
         """Say more in the last problem: after its summary, and after its fix."""
@@ -113,16 +110,18 @@ class StoppedError(GrpoError):
 def from_os_error(error: OSError, doing: str) -> GrpoError | None:
     """Return the error for an operating system's error that a user can mend, or None when it is none of those.
 
-    Args:
-        error: what was raised.
-        doing: what the program was about to do, e.g. "write metrics".
+    The message says that the program could not do what it was `doing`, e.g. "write metrics".
     """
     where = error.filename or "the run folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        free = ""
+        if isinstance(path := error.filename, str):
+            folder = next(each for each in (Path(path), *Path(path).parents) if each.is_dir())
+            free = f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB free)"
         return DiskFullError(
             f"disk full: could not {doing}",
             field=str(where),
-            got=f"{error.strerror}{_free_space(error.filename)}",
+            got=f"{error.strerror}{free}",
             fix="free space, or put the run elsewhere (--run-dir, --save-path, --log-dir)",
         )
     if error.errno == errno.ENOENT and error.filename and not Path(os.fsdecode(error.filename)).parent.is_dir():
@@ -132,14 +131,6 @@ def from_os_error(error: OSError, doing: str) -> GrpoError | None:
             f"could not {doing}", field=str(where), got=error.strerror, fix="choose a folder that is yours"
         )
     return None
-
-
-def _free_space(filename: str | bytes | None) -> str:
-    if not isinstance(filename, str):
-        return ""
-    path = Path(filename)
-    folder = next(each for each in (path, *path.parents) if each.is_dir())
-    return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB free)"
 
 
 def warn_once(log: logging.Logger, text: str, *values: object) -> None:

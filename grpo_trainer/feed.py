@@ -117,8 +117,7 @@ class BatchFeed:
     def report(self, step: int, *, last: bool = False) -> dict[str, Metric]:
         """Report the step to the rollout API, and return the environments' new evaluations on held-out prompts.
 
-        Args:
-            last: it is the run's last step; wait for evaluations of it, or for a signal.
+        After the run's last step, wait for evaluations of it, or for a signal.
         """
         self.client.report(step)
         metrics: dict[str, Metric] = {}
@@ -144,11 +143,8 @@ class BatchFeed:
     def next(self, version: int, *, last: bool = False) -> ReadyBatch | None:
         """Wait for the next batch and return it; unless it is the last, start to prefetch the one after it.
 
-        Its metrics also have its staleness, the time to fetch it, and the number of dropped groups. None: the wait was
-        interrupted, and the next call goes on with it.
-
-        Args:
-            version: version of the weights that will train on it.
+        The weights that will train on it have this version. Its metrics also have its staleness, the time to fetch it,
+        and the number of dropped groups. None: the wait was interrupted, and the next call goes on with it.
 
         Raises:
             TrainingError: no batch came within `--rollout-timeout`, or too many had no usable group.
@@ -211,8 +207,14 @@ class BatchFeed:
 
     def _fetch(self, version: int) -> _Fetched:
         started = time.perf_counter()
+
+        def check_wanted() -> None:
+            if self._closing:
+                raise _FeedClosedError
+            self.check_stop()
+
         with stage("fetch", version=version):
-            rollouts = self.groups.sift(self.client.lease(self._check_wanted))
+            rollouts = self.groups.sift(self.client.lease(check_wanted))
         came = time.perf_counter()
         with stage("prepare", batch=rollouts.batch_id, version=version):
             judged = self._judge(rollouts, version)
@@ -223,11 +225,6 @@ class BatchFeed:
         if unused.groups:
             return f"it was more than {self.config.max_staleness} versions old (--max-staleness)"
         return f"no group of it can be trained on, the last one for {self.groups.last}"
-
-    def _check_wanted(self) -> None:
-        if self._closing:
-            raise _FeedClosedError
-        self.check_stop()
 
     def _judge(self, rollouts: RolloutBatch, version: int) -> Judged:
         return judge(rollouts.groups, version, self.config.max_staleness, self.config.on_stale, self._numbering)

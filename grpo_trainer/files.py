@@ -107,11 +107,7 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
-    """Refuse to write a new run into the folder of another one.
-
-    Raises:
-        ConfigError: the folder holds a run, and `--resume` does not continue it.
-    """
+    """Raise a `ConfigError` if the folder has a run that `--resume` does not continue: a new one would mix with it."""
     if resume == "never" and (folder / METRICS_FILE).exists():
         raise ConfigError(
             "holds a run already",
@@ -130,11 +126,7 @@ class HeldFolder:
         self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # keeps its inode number from reuse
 
     def check(self) -> None:
-        """Raise an error if the folder is gone. This costs two system calls.
-
-        Raises:
-            FolderGoneError: it was deleted, moved or replaced.
-        """
+        """Raise a `FolderGoneError` if the folder was deleted, moved or replaced. This costs two system calls."""
         try:
             found = self._path.stat()
         except OSError as error:
@@ -153,11 +145,7 @@ class HeldFolder:
 
 @contextmanager
 def held_folder(folder: Path, flag: str) -> Iterator[HeldFolder]:
-    """Keep other processes from writing a run, or its checkpoints, into a folder.
-
-    Raises:
-        ConfigError: another process writes into it; the error names the process.
-    """
+    """Keep other processes from writing a run, or its checkpoints, into a folder; a `ConfigError` names who does."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = None
     try:

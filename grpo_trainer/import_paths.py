@@ -21,11 +21,7 @@ def is_import_path(name: str) -> bool:
 
 
 def check(path: str) -> None:
-    """Check that a path is well-formed and that its module's package can be found, without importing either.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Raise a `ConfigError` if a path is not well-formed, or its module's package can't be found; import neither."""
     package = path.partition(":")[0].partition(".")[0]
     if not FORM.fullmatch(path):
         raise ConfigError(got=path, wanted="MODULE:NAME", fix="for example my_losses:my_loss")
@@ -39,10 +35,7 @@ def check(path: str) -> None:
 
 @cache
 def load(path: str, field: str) -> Any:
-    """Import the module of a path and return what the path names.
-
-    Args:
-        field: the flag that gave the path, for messages.
+    """Import the module of a path, which came by the flag `field`, and return what the path names.
 
     Raises:
         ConfigError: the module cannot be imported, or has no such name.

@@ -22,22 +22,16 @@ ALIGNMENT = 64
 
 
 class LockedMemory:
-    """A block of main memory that tensors are taken from, one after the other.
+    """A block of main memory, of as many bytes as `bytes_for` returns, from which tensors are taken in order.
 
-    Args:
-        size: its bytes, see `bytes_for`.
-        shared: whether other processes of this user should be able to map it.
-
-    Attributes:
-        is_locked: whether it is page-locked.
-        address: of its first byte.
-        name: of the file that it is, if it can be mapped; else empty. The file is in no folder. The kernel frees it
-            when the last process has closed it.
-        path: opens this file as long as this object or one of its tensors is there.
+    If it is shared, other processes of this user can map it, where the system gives files in memory.
     """
 
     def __init__(self, size: int = 0, *, shared: bool = False) -> None:
-        self.name = self.path = ""
+        self.name = ""
+        """Of the file that it is, if it can be mapped. It is in no folder; the last process that closes it frees it."""
+        self.path = ""
+        """Opens this file as long as this object or one of its tensors is there."""
         file = self._file(size) if shared else None
         self._bytes: NDArray[np.uint8] = np.empty(size, np.uint8) if file is None else file
         self.address = self._bytes.ctypes.data

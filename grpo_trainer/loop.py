@@ -55,8 +55,7 @@ process took 17 ms, with this interval 2 ms (alone 1 ms; a CPU, 2026-11-29)."""
 def train(config: TrainConfig, meet: Callable[[TrainConfig], World] | None = None) -> None:
     """Train as configured; return when all steps are done and the final checkpoint is written.
 
-    Args:
-        meet: waits for all processes of this trainer and returns them as one `World`; None: `join_others`.
+    `meet` waits for all processes of this trainer and returns them as one `World`; None: `join_others`.
 
     Raises:
         GrpoError: an error that the user can fix; a checkpoint is saved first if the weights are consistent. Of several
@@ -162,6 +161,12 @@ class Desk:
                 _say(f"step 1: {line}")
         return self.feed.report(progress.step, last=last)
 
+    def log(self, step: int, rows: Sequence[Metrics]) -> None:
+        """Write a step's row of metrics; after the first step since the start, report how long the start took."""
+        passed = START.passed if START.waits() else {}
+        self.metrics.log(step, *rows, {f"start/{phase}_reached": Sum(seconds) for phase, seconds in passed.items()})
+        report_start(_say)
+
 
 def run_steps(
     config: TrainConfig,
@@ -216,7 +221,7 @@ def run_steps(
             evaluated = world.lead(partial(Desk.report, desk, progress, result, last))
             with watch.over(f"step {progress.step}"):
                 rows = (result.metrics, published.metrics, saved, evaluated)
-                world.lead(partial(log_step, config, desk, progress.step, rows))
+                world.lead(partial(Desk.log, desk, progress.step, rows))
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 world.lead(partial(settle, desk, progress, checkpoints))
     except Exception as end:
@@ -235,13 +240,6 @@ def run_steps(
 def trained(desk: Desk, batch: ReadyBatch, world: World) -> tuple[str, ...]:
     """Return all trained batches that are not acknowledged yet, as rank 0 counts them."""
     return desk.feed.trained(batch) if world.leads else ()
-
-
-def log_step(config: TrainConfig, desk: Desk, step: int, rows: Sequence[Metrics]) -> None:
-    """Write a step's row of metrics; after the first step since the start, report how long the start took."""
-    passed = START.passed if START.waits() else {}
-    desk.metrics.log(step, *rows, {f"start/{phase}_reached": Sum(seconds) for phase, seconds in passed.items()})
-    report_start(_say)
 
 
 def settle(desk: Desk, progress: Progress, checkpoints: Checkpoints | None = None) -> None:

@@ -8,11 +8,9 @@ import platform
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import psutil
 import pynvml
@@ -46,24 +44,19 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts.
-
-    Attributes:
-        driver: NVIDIA's version; None: no GPU was found.
-        gpu_problem: why GPUs that seem to be there can't be used; empty: nothing of the kind.
-        version: of an installed distribution by its name; None: it is not installed.
-        requires: what a distribution says it needs.
-    """
+    """Facts."""
 
     python: str
     memory: int
     gpus: tuple[Gpu, ...] = ()
-    driver: str | None = None
-    gpu_problem: str = ""
+    driver: str | None = None  # NVIDIA's version; None: no GPU was found
+    gpu_problem: str = ""  # why GPUs that seem to be there can't be used
     shm: Path = SHM
     environment: Mapping[str, str] = field(default_factory=dict)
     version: Callable[[str], str | None] = lambda name: None
+    """Of an installed distribution by its name; None: it is not installed."""
     requires: Callable[[str], list[str]] = lambda name: []
+    """What an installed distribution says it needs."""
 
     @property
     def on_gpu(self) -> bool:
@@ -86,11 +79,6 @@ class Machine:
             return self.on_gpu
         return "cpu" not in f"{self.vllm} {self.version(self.vllm)}"  # a CPU build named `vllm` has a version +cpu
 
-    @property
-    def gpu_hidden(self) -> bool:
-        """Whether vLLM runs on a GPU that NVIDIA's library does not list, such as a part of one (MIG)."""
-        return self.serves_on_gpu and not self.on_gpu
-
 
 def visible_names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     """Return the names of the GPUs in CUDA_VISIBLE_DEVICES; None: all are visible."""
@@ -100,7 +88,12 @@ def visible_names(environment: Mapping[str, str]) -> tuple[str, ...] | None:
 
 def look() -> Machine:
     """Gather the facts. This takes no memory of a GPU: it makes no CUDA context."""
-    gpus, driver, problem = _within(NVML_SECONDS, partial(list_gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
+    visible, answers = os.environ.get("CUDA_VISIBLE_DEVICES"), list[Listed]()
+    thread = Thread(target=lambda: answers.append(list_gpus(visible)), daemon=True)
+    thread.start()
+    thread.join(NVML_SECONDS)
+    silent: Listed = ((), None, f"NVIDIA's library gave no answer within {NVML_SECONDS:.0f} s")
+    gpus, driver, problem = answers[0] if answers else silent
     return Machine(
         python=platform.python_version(),
         memory=main_memory().total,
@@ -109,7 +102,7 @@ def look() -> Machine:
         gpu_problem=problem,
         environment=dict(os.environ),
         version=_version,
-        requires=_requires,
+        requires=lambda name: importlib.metadata.requires(name) or [],
     )
 
 
@@ -120,24 +113,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _requires(name: str) -> list[str]:
-    try:
-        return importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-
-
 Listed = tuple[tuple[Gpu, ...], str | None, str]
 """The visible GPUs, the driver's version, and what is wrong with them."""
-
-
-def _within(seconds: float, ask: Callable[[], Listed]) -> Listed:
-    """Return an answer, or that there was none in time."""
-    answers: list[Listed] = []
-    thread = Thread(target=lambda: answers.append(ask()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else ((), None, f"NVIDIA's library gave no answer within {seconds:.0f} s")
 
 
 @contextmanager
@@ -152,8 +129,7 @@ def _nvml() -> Iterator[None]:
 def list_gpus(visible: str | None) -> Listed:
     """Ask NVIDIA's library for the GPUs; a machine without its driver has none.
 
-    Args:
-        visible: CUDA_VISIBLE_DEVICES: numbers or beginnings of UUIDs; None: all are visible.
+    CUDA_VISIBLE_DEVICES has numbers or beginnings of UUIDs; None: all are visible.
     """
     driver = None
     try:
@@ -214,20 +190,17 @@ def links_in_words() -> str:
         with _nvml():
             handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
             for (one, first), (other, second) in combinations(enumerate(handles), 2):
-                pairs[_link(first, second)].append(f"{one} and {other}")
+                words = LINKS[pynvml.nvmlDeviceGetTopologyCommonAncestor(first, second)]
+                with _if_supported():  # GPUs without NVLink
+                    nvlink = pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                    words = "NVLink" if nvlink == pynvml.NVML_P2P_STATUS_OK else words
+                pairs[words].append(f"{one} and {other}")
     except pynvml.NVMLError as error:
         return f"their links are unknown: {error}"
     present = {words: names for words, names in pairs.items() if names}
     if len(present) == 1:
         return f"{next(iter(present))} between all GPUs"
     return "; ".join(f"{words} between {', '.join(names)}" for words, names in present.items())
-
-
-def _link(first: Any, second: Any) -> str:
-    with _if_supported():  # GPUs without NVLink
-        if pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
-            return "NVLink"
-    return LINKS[pynvml.nvmlDeviceGetTopologyCommonAncestor(first, second)]
 
 
 # main memory -----------------------------------------------------------------------------------------------------
@@ -246,9 +219,6 @@ def main_memory(root: Path = Path("/")) -> MainMemory:
 
     A container's limit is that of a control group (cgroup, `man 7 cgroups`), of version 2 or 1. Control groups are
     nested, and each limits everything in it.
-
-    Args:
-        root: folder that contains `proc` and `sys`.
     """
     machine = psutil.virtual_memory()
     found = [MainMemory(machine.total, machine.available)]
@@ -269,12 +239,8 @@ def main_memory(root: Path = Path("/")) -> MainMemory:
 
 
 def _of_group(folder: Path, limit: str, used: str, reclaimable: str) -> MainMemory | None:
-    """Return a control group's memory; None: it has no limit.
-
-    Args:
-        limit, used: names of files.
-        reclaimable: entry of memory.stat for pages that are reclaimed first.
-    """
+    """Return a control group's memory by the names of its files, and of the entry in memory.stat for pages that are
+    reclaimed first; None: it has no limit."""
 
     def number(name: str) -> int | None:
         text = (folder / name).read_text().strip() if (folder / name).is_file() else ""

@@ -62,10 +62,8 @@ def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
 def update_bytes(config: TrainConfig, count: float, item: int, states_over: int = 1) -> dict[str, float]:
     """Return what an update of weights needs besides them, from the first step on.
 
-    Args:
-        count: trained numbers of which this process has the gradients.
-        item: bytes of one such weight.
-        states_over: number of processes over which states and master weights are sharded.
+    This process has the gradients of `count` weights of `item` bytes; states and master weights are sharded over
+    `states_over` processes.
     """
     gradient = 4 if config.grad_dtype == "float32" else item
     return {
@@ -76,13 +74,9 @@ def update_bytes(config: TrainConfig, count: float, item: int, states_over: int 
 
 
 def head_bytes(logits: int, logit_bytes: int, weights: int, *, item: int, weight_item: int, trained: bool) -> float:
-    """Return the bytes that the head needs: chunks of logits, and what is made of its weights.
+    """Return the bytes that the head needs: a chunk of logits, and what is made of its weights.
 
-    Args:
-        logits: of a chunk.
-        logit_bytes: bytes at the peak for each of them.
-        item: bytes of a number that it computes with.
-        weight_item: bytes of one of its weights.
+    A logit has `logit_bytes` at the peak, a number to compute with `item` bytes, and one of its weights `weight_item`.
     """
     made = item if trained else 0  # the gradient as it is computed
     if weight_item != item:  # a copy of the weights, and the gradient in their own dtype
@@ -216,7 +210,7 @@ class Devices:
         """
         if server.gpus is None:
             return self.first(server.degree * server.replicas)
-        named, visible = server.named_gpus, self.visible or ()
+        named, visible = [name.strip() for name in server.gpus.replace(";", ",").split(",")], self.visible or ()
         if self._numbers is not None and all(name.isdecimal() for name in named):
             return [int(name) for name in named]
         return [visible.index(name) for name in named] if {*named} <= {*visible} else None
@@ -318,6 +312,7 @@ class Setup:
     def plan(self) -> MemoryPlan:
         """Lay out a run's memory."""
         rows, kv_tokens = self._server_rows()
+        layers = self.model.layers
         recomputed, saved = 0, dict[int, int]()  # by device: bytes that recomputing all layers would save
         _, _, number = self.config.device.partition(":")
         alone = int(number) if self.on_gpu and number else 0
@@ -325,16 +320,18 @@ class Setup:
         for device in several if self.trainers > 1 else self.devices.first(alone + 1)[-1:]:
             taken = sum(row.nbytes for row in rows if row.device == device)
             parts = held(self.config, self.model, self.trainers, on_gpu=self.on_gpu)
-            count = self._recomputed((1 - SPARE) * (self.devices.total - taken - sum(parts.values())))
+            free = (1 - SPARE) * (self.devices.total - taken - sum(parts.values()))
+            count = layers if self.config.gradient_checkpointing else 0
+            if self.chooses:  # left to itself a GPU's trainer takes the fewest that fit
+                count = next((number for number in range(layers) if self._activations(number) <= free), layers)
             recomputed = max(recomputed, count)
             parts["activations"] = self._activations(count)
-            spare = parts["activations"] - self._activations(self.model.layers) if self.chooses else 0.0
+            spare = parts["activations"] - self._activations(layers) if self.chooses else 0.0
             saved[device] = max(0, int(spare))
             rows += [MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1]
         least = {device: sum(row.nbytes for row in rows if row.device == device) - saved[device] for device in saved}
         tightest = max(least, key=least.__getitem__)
-        recomputation = recomputed, self.model.layers
-        longest = self.config.served_len
+        longest, recomputation = self.config.served_len, (recomputed, layers)
         return MemoryPlan(tuple(rows), self.devices, kv_tokens, longest, recomputation, least[tightest], tightest)
 
     def _server_rows(self) -> tuple[list[MemoryRow], int]:
@@ -374,13 +371,6 @@ class Setup:
     def chooses(self) -> bool:
         """Whether it is the trainer that decides how many layers are recomputed."""
         return self.config.gradient_checkpointing is None and self.on_gpu
-
-    def _recomputed(self, free: float) -> int:
-        """As many layers as are asked for; left to itself a GPU's trainer takes the fewest that fit."""
-        layers = self.model.layers
-        if self.chooses:
-            return next((count for count in range(layers) if self._activations(count) <= free), layers)
-        return layers if self.config.gradient_checkpointing else 0
 
     def _activations(self, recomputed: int) -> float:
         """Bytes at the peak of the largest pass: what layers keep, all or their inputs, and one layer's gradients.
@@ -439,12 +429,8 @@ def hints(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def other_share(now: Setup, *, smaller: bool = False) -> Setup | None:
-    """Return the setup with the share of a GPU for the server that is nearest to the present one and fits; None: there
-    is none, as on a CPU.
-
-    Args:
-        smaller: larger shares are not tried.
-    """
+    """Return the setup with the share of a GPU for the server that fits and is nearest to the present one; None: there
+    is none, as on a CPU. With `smaller` no larger share is tried."""
     present = now.share
     shares = [share for share in SHARES if now.on_gpu and (share < present or not smaller)]
     tried = (

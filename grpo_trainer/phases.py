@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,50 +47,35 @@ LOGGED = (SERVER, "rollouts")
 
 
 def report_at(reported: float) -> float:
-    """Return the seconds of a wait at which it is reported next: at 10, 20, 40 and 80 s, then every minute.
-
-    Args:
-        reported: seconds of the wait at the last report; 0: there was none.
-    """
+    """Return the seconds of a wait at which it is reported after the last time: 10, 20, 40, 80, then every minute."""
     return reported + min(max(reported, PATIENCE_SECONDS), LONGEST_SILENCE_SECONDS)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a process does before the first trained step, and for how long.
-
-    Attributes:
-        name: of the process.
-        what: it does or waits for.
-        seconds: since it began to.
-        note: the last log line that says what it does.
-        logged: the process itself logs that it lasts.
-    """
+    """What a process does before the first trained step, and for how long."""
 
     name: str
     what: str
     seconds: float
-    note: str = ""
-    logged: bool = False
+    note: str = ""  # the last log line that says what it does
+    logged: bool = False  # the process itself logs that it lasts
 
     def __str__(self) -> str:
         return f"{self.name}: {self.what}, {self.seconds:.0f} s"
 
 
 class Phases:
-    """Seconds by phase. Nothing is counted before `begin` and after `end`.
-
-    Attributes:
-        seconds: phase -> seconds so far, in the order of first entry.
-        passed: phase -> seconds from the beginning to its first end, of the phases that have ended.
-    """
+    """Seconds by phase. Nothing is counted before `begin` and after `end`."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._name: str | None = None
         self._since = self._began = 0.0
         self.seconds: dict[str, float] = {}
+        """By phase, in the order of first entry."""
         self.passed: dict[str, float] = {}
+        """By phase that has ended: seconds from the beginning to its first end."""
 
     def begin(self, name: str, since: float) -> None:
         """Begin the first phase, at a Unix time."""
@@ -154,10 +139,6 @@ def process_start() -> float:
 def report_start(say: Callable[[str], None]) -> None:
     """Say once, at the first trained step, how long the start took."""
     if (seconds := START.end()) is not None:
-        say(f"the first step was trained {sum(seconds.values()):.1f} s after the command: {in_words(seconds)}")
+        phases = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= 0.05)
+        say(f"the first step was trained {sum(seconds.values()):.1f} s after the command: {phases}")
         OWN.update(phase=TRAINED, since=time.time())
-
-
-def in_words(seconds: Mapping[str, float]) -> str:
-    """Return phases and their seconds on one line, without those that took no time."""
-    return ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= 0.05)

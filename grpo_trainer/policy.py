@@ -229,9 +229,8 @@ def build_policy(
 ) -> Policy:
     """Load the model, or attach it to the server's memory, and make the trained parameters trainable.
 
-    Args:
-        check_stop: called while waiting for the server; raises to end the wait.
-        world: the processes that train together; each may get a shard of the weights.
+    `check_stop` is called while waiting for the server; it raises to end the wait. Each process of the `world` may get
+    a shard of the weights.
 
     Raises:
         ModelError, ConfigError: see `load_model`.

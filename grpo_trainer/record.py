@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def write_record(config: RunConfig, gpus: Sequence[str]) -> None:
-    """Write the options, the versions and the user's code into a run's folder, at each of its starts.
-
-    Args:
-        gpus: names of the visible GPUs.
-    """
+    """Write the options, the versions and the user's code into a run's folder, at each of its starts."""
     folder = config.run_dir
     replace_file(folder / RUN_FILE, run_file(config), mode=0o600)
     path = folder / VERSIONS_FILE

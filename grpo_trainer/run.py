@@ -162,15 +162,9 @@ def planned(
     on_gpu: bool,
     machine: Machine | None = None,
 ) -> RunPlan:
-    """Return the plan for this machine, or for those of a cluster.
+    """Return the plan for this machine, or for places on a cluster; raise a `ConfigError` if options do not suit it.
 
-    Args:
-        places: those on a cluster. There a server measures the free memory for its cache.
-        on_gpu: whether server and trainer run on GPUs.
-        machine: this one; None: not known, or of no use.
-
-    Raises:
-        ConfigError: the options do not suit this hardware.
+    On a cluster, and where this machine is not known or of no use, a server measures the memory for its cache.
     """
     here = machine if on_gpu else None
     checked(config, hardware_of(machine, on_gpu=on_gpu))

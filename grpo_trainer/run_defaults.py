@@ -36,8 +36,7 @@ SIZES = frozenset(map(key_of, (CACHE_FLAG, "--enable-sleep-mode")))
 def chosen(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
     """Return the run with a learning rate, a sequence length, microbatches and a server's share that nobody gave.
 
-    Args:
-        shape: the model's; None: it is not on this machine yet. The defaults for a large model stay then.
+    The defaults for a large model stay where the model is not on this machine yet, so that it has no shape.
     """
     if shape is None:
         return config
@@ -73,7 +72,8 @@ def _has_plan(config: RunConfig, machine: Machine) -> bool:
     """Return whether the memory plan knows what the run computes on: this machine's GPUs, or its CPU without any."""
     if machine.on_gpu:
         return is_planned(config, machine)
-    return not (config.options.cluster or machine.gpu_hidden)
+    # A GPU on which vLLM runs all the same is one that NVIDIA's library does not list, such as a part of one (MIG).
+    return not (config.options.cluster or machine.serves_on_gpu)
 
 
 def with_room(config: RunConfig, machine: Machine, shape: ModelShape | None) -> RunConfig:
@@ -137,12 +137,8 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
 
 
 def described(given: RunConfig, config: RunConfig, machine: Machine, shape: ModelShape | None) -> list[str]:
-    """Return what a start says: model and vLLM; what was chosen otherwise; and one paragraph on what is trained, how,
-    on what, and how much memory is planned for it.
-
-    Args:
-        given: the run before its options were `chosen`.
-    """
+    """Return what a start says: model and vLLM; what was chosen otherwise than given; and one paragraph on what is
+    trained, how, on what, and how much memory is planned for it."""
     vllm = f"vLLM {machine.version(machine.vllm)}" if machine.vllm else "vLLM"
     lines = [f"model {config.trainer.model_name}, {vllm} on {'cuda' if machine.serves_on_gpu else 'cpu'}"]
     before, share = given.server.gpu_memory_utilization, config.server.gpu_memory_utilization

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -52,11 +53,7 @@ UNANSWERED = (*NEVER_SENT, httpx.ReadError, httpx.WriteError, httpx.CloseError, 
 
 
 class ServerClient:
-    """Talks to one inference server.
-
-    Args:
-        check_stop: called while waiting; raises to end the wait.
-    """
+    """Talks to one inference server. `check_stop` is called while waiting; it raises to end the wait."""
 
     def __init__(self, config: Server, check_stop: Callable[[], None] = lambda: None) -> None:
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
@@ -73,7 +70,6 @@ class ServerClient:
 
     @property
     def url(self) -> str:
-        """The server's address."""
         return self._config.url
 
     def wait_until_ready(self) -> protocol.BridgeInfo:
@@ -300,25 +296,20 @@ def answers(url: str, seconds: float = 2.0) -> bool:
 
 
 def wait_for_servers(config: Server, check_stop: Callable[[], None]) -> None:
-    """Wait until all inference servers answer, which they do once they have allocated their memory.
-
-    Raises:
-        ServerError: a server did not answer within `--server.startup-timeout`.
-    """
+    """Wait until all servers answer, which they do once they have allocated their memory; see `wait_until_ready`."""
     for each in config.each:
         with closing(ServerClient(each, check_stop)) as client:
             client.wait_until_there()
 
 
+@dataclass(frozen=True)
 class _Pieces:
     """A large body in pieces; it can be iterated again if the request is repeated."""
 
-    def __init__(self, body: memoryview) -> None:
-        self._body = body
+    body: memoryview
 
     def __iter__(self) -> Iterator[bytes]:
-        starts = range(0, len(self._body), PIECE_BYTES)
-        return (bytes(self._body[start : start + PIECE_BYTES]) for start in starts)
+        return (bytes(self.body[start : start + PIECE_BYTES]) for start in range(0, len(self.body), PIECE_BYTES))
 
 
 def _refusal(request: str, answer: httpx.Response) -> ServerError:

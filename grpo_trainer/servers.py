@@ -77,11 +77,7 @@ def change(run_dir: Path, wanted: Request) -> str:
 
 
 def newest() -> Path:
-    """Return the folder of the newest run that was started without `--run-dir`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the folder of the newest run that was started without `--run-dir`, or raise a `ConfigError`."""
     if (folder := newest_run()) is None:
         raise ConfigError(field="--run-dir", got="no numbered run in runs/", wanted="the folder of a run")
     return folder

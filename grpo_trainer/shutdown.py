@@ -24,19 +24,13 @@ AT_ONCE = (StoppedError, HungError, DriftError)
 
 
 class Writes:
-    """Enters a bridge's fence around each write of the weights, and records whether the write was complete.
-
-    Attributes:
-        refused: a write was asked for and has not begun.
-        landed: a write is complete, so the weights are those of the next step.
-        torn: a write began and is not complete, so the weights are neither the old nor the new ones.
-    """
+    """Enters a bridge's fence around each write of the weights, and records whether the write was complete."""
 
     def __init__(self, updating: Callable[[], AbstractContextManager[None]]) -> None:
         self._updating = updating
-        self.refused = False
-        self.landed = False
-        self.torn = False
+        self.refused = False  # a write was asked for and has not begun
+        self.landed = False  # a write is complete, so the weights are those of the next step
+        self.torn = False  # a write began and is not complete, so the weights are neither the old nor the new ones
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -55,19 +49,12 @@ def counts_as_trained(end: Exception, writes: Writes, trainer: Trainer, world: W
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run when an error ends it.
+    """The state of a run when an error ends it."""
 
-    Attributes:
-        start: progress at this process's start.
-        progress: progress of the weights, as counted in steps.
-        writes: writes of the current step; None: no step has begun.
-        saves: the run writes checkpoints.
-    """
-
-    start: Progress
-    progress: Progress
-    writes: Writes | None
-    saves: bool = True
+    start: Progress  # at this process's start
+    progress: Progress  # of the weights, as counted in steps
+    writes: Writes | None  # of the current step; None: no step has begun
+    saves: bool = True  # the run writes checkpoints
 
 
 def save_on_exit(
@@ -76,10 +63,7 @@ def save_on_exit(
     """Save a checkpoint if the weights are consistent, and add the run's step and the way to continue to the error.
 
     All processes that have raised the error call this together. It raises nothing, so that the user sees the error that
-    ended the run.
-
-    Args:
-        settle: acknowledges the batches that are saved.
+    ended the run. `settle` acknowledges the batches that are saved.
     """
     if (why := _unsaved_because(end, state, world)) is None:
         try:

@@ -37,10 +37,7 @@ the interpreter for longer, time without a stop is left out, too: a limit is the
 class RunningTime:
     """A clock, in seconds, that stops `LONGEST_GAP_SECONDS` after it was read, until it is read again: so it stops
     while this process is stopped, by SIGSTOP, as a suspended job, or in a paused container. The system's own clock
-    stops only while the machine sleeps.
-
-    Args:
-        reads_itself: from its first reading on a thread reads it, too.
+    stops only while the machine sleeps. If it reads itself, a thread does so from its first reading on.
     """
 
     def __init__(self, *, reads_itself: bool = False) -> None:
@@ -83,11 +80,7 @@ class Arrivals:
         return True
 
     def check(self) -> None:
-        """Raise the first signal as an error.
-
-        Raises:
-            StoppedError: a signal arrived; the error has its exit code.
-        """
+        """Raise the first signal, if one arrived, as a `StoppedError` with its exit code."""
         if self.numbers:
             raise StoppedError(self.numbers[0])
 
@@ -100,11 +93,8 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def stopped_at_once() -> Iterator[None]:
-    """In the block, a signal ends what runs, even if a shell made this process ignore SIGINT (as for `command &`).
-
-    Raises:
-        StoppedError: a signal arrived; the error has its exit code.
-    """
+    """In the block, raise a signal at once as a `StoppedError`, even if a shell made this process ignore SIGINT (as for
+    `command &`)."""
     arrived = Arrivals()
 
     def interrupt(number: int, _: FrameType | None) -> None:
@@ -153,11 +143,7 @@ class StopSignal:
         self._watched.append(check)
 
     def check(self) -> None:
-        """Raise an error if a signal arrived or a watched check fails.
-
-        Raises:
-            StoppedError: a signal arrived; the error has its exit code.
-        """
+        """Raise the first signal that came as a `StoppedError` with its exit code, or what a watched check raises."""
         self._arrived.check()
         for check in self._watched:
             check()
@@ -218,11 +204,7 @@ class StepWatch:
             self._expired = None
 
     def check(self) -> None:
-        """Raise an error if the block has exceeded its time limit; the block calls this at its safe points.
-
-        Raises:
-            HungError: the time limit is exceeded.
-        """
+        """Raise a `HungError` if the block has exceeded its time limit; the block calls this at its safe points."""
         if self._expired is not None:
             raise HungError(
                 field=self._expired,

@@ -37,11 +37,7 @@ class Job:
 
 
 def nodes_of_job(config: RunConfig, gpus_per_node: int) -> list[Node]:
-    """Return the fewest equal nodes that hold the run, at least `--cluster-nodes`.
-
-    Raises:
-        ConfigError: no number of such nodes holds it.
-    """
+    """Return the fewest equal nodes that hold the run, at least `--cluster-nodes`; raise a `ConfigError` if none do."""
     least = config.options.cluster_nodes
     if gpus_per_node == 0:
         return _nodes(least, 0)
@@ -63,11 +59,7 @@ def _nodes(number: int, gpus: int) -> list[Node]:
 
 
 def command_of(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments of `grpo run` that a job repeats.
-
-    Raises:
-        ConfigError: one of them holds a key, which the script would show.
-    """
+    """Return the arguments of `grpo run` that a job repeats; raise a `ConfigError` if the script would show a key."""
     shown = redacted_arguments(words)
     for position, (word, hidden) in enumerate(zip(words, shown, strict=True)):
         if word != hidden:

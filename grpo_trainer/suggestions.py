@@ -47,11 +47,7 @@ FEW = 15
 
 
 def unknown_key(key: str, known: Collection[str]) -> Problem:
-    """Return the problem of an unknown key; it suggests the nearest known one, if one is near.
-
-    Args:
-        key: as it was written, a flag or a key; what is suggested is written alike.
-    """
+    """Return the problem of an unknown flag or key; it suggests a near one, if there is any, that is written alike."""
     dashes, plain = "--" if key.startswith("--") else "", key.removeprefix("--").replace("-", "_")
     if (instead := GONE.get(plain.removeprefix("no_"))) is not None:
         return Problem(key, fix=instead, summary="this option has been removed")

@@ -53,31 +53,25 @@ Logprobs = dict[int, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step.
-
-    Attributes:
-        updated: False if the step was skipped, which leaves the weights unchanged.
-        logprobs: of the batch's samples in `shown`, those that the step trained on: the trainer's logprobs of the
-            trained tokens before the update.
-    """
+    """Result of a step."""
 
     updated: bool
+    """False if the step was skipped, which leaves the weights unchanged."""
     metrics: dict[str, Metric]
     logprobs: Logprobs = field(default_factory=dict)
+    """The trainer's, of trained tokens before the update, for those of the batch's samples in `shown` that it trained
+    on."""
 
 
+@dataclass(eq=False)
 class Pass:
-    """A microbatch, and the results of its first forward pass that later updates on the same batch need.
+    """A microbatch, and the results of its first forward pass that later updates on the same batch need."""
 
-    Attributes:
-        old_logprobs_N: the trainer's logprobs before the first update; None: before the first forward pass.
-        ref_logprobs_N: the reference's logprobs; None: not computed yet, or there is no reference.
-    """
-
-    def __init__(self, microbatch: MicroBatch) -> None:
-        self.microbatch = microbatch
-        self.old_logprobs_N: Tensor | None = None
-        self.ref_logprobs_N: Tensor | None = None
+    microbatch: MicroBatch
+    old_logprobs_N: Tensor | None = None
+    """The trainer's before the first update; None: before the first forward pass."""
+    ref_logprobs_N: Tensor | None = None
+    """The reference's; None: not computed yet, or there is no reference."""
 
 
 def shown_logprobs(passes: Sequence[Pass], shown: Sequence[int]) -> Logprobs:
@@ -111,12 +105,6 @@ class Trainer:
         world: the processes that train together; each has its own `Trainer`.
         before_measuring: called before the free memory of a GPU is read; returns when the other processes on the GPU
             have allocated their memory.
-
-    Attributes:
-        forward: computes scores of tokens.
-        holding: the weights that this process holds.
-        alarm: checks each step's samples before the weights change; None: no check.
-        norms: gradient norms of earlier steps.
     """
 
     def __init__(
@@ -148,7 +136,7 @@ class Trainer:
         )
         if self.forward.plan.is_compiled:
             self.optimizer.compile()
-        self.alarm: DriftAlarm | None = None
+        self.alarm: DriftAlarm | None = None  # checks each step's samples before the weights change
         self.norms = NormHistory(config.grad_spike_factor)
         self._bad_steps = 0
         self._said_unused = False
@@ -235,9 +223,8 @@ class Trainer:
     ) -> StepResult:
         """Make one update over the whole batch, with gradient accumulation over the microbatches.
 
-        Args:
-            look: checks the samples for drift before the weights change; None: no check.
-            untouched: no update of this step has changed the weights yet, so the step may still be abandoned.
+        `look` checks the samples for drift before the weights change. The step may still be abandoned while they are
+        `untouched` by an earlier update of it.
         """
         started = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
@@ -257,7 +244,10 @@ class Trainer:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
         # Sums over microbatches become means: the losses of several updates must not be added up.
-        sums = self._of_all(merge(parts)).items()
+        found: Metrics = merge(parts)
+        if not self._world.alone:  # those of all processes, sent as plain numbers
+            found = merge(self._of_ranks({key: metric.numbers() for key, metric in found.items()}))
+        sums = found.items()
         metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
         if look is not None:
             metrics |= look(metrics, rows)
@@ -283,9 +273,7 @@ class Trainer:
     ) -> Metrics:
         """Check the gap between the trainer's and the samples' logprobs on all ranks, and return its metrics.
 
-        Args:
-            logprobs: gets those of the samples in `shown`, from all ranks.
-            metrics: of all ranks' passes.
+        `logprobs` gets those of the samples in `shown`, from all ranks; `metrics` are of all ranks' passes.
         """
         found = self._of_ranks((sample_gaps(rows), shown_logprobs(passes, batch.shown)))
         gaps, version = [gap for of_rank, _ in found for gap in of_rank], batch.policy_version
@@ -305,12 +293,6 @@ class Trainer:
 
         self._world.lead(check)
         return gap_metrics(gaps, version)
-
-    def _of_all(self, own: Metrics) -> Metrics:
-        """Return the merged metrics of all processes, sent as plain numbers."""
-        if self._world.alone:
-            return own
-        return merge(self._of_ranks({key: metric.numbers() for key, metric in own.items()}))
 
     def _of_ranks(self, own: T) -> list[T]:
         """Return what the ranks found in their shares of the batch, or what rank 0 found if all have the same batch."""
@@ -371,13 +353,9 @@ class Trainer:
         return True
 
     def check_finite(self, values: Sequence[Tensor] | None = None, when: str = "before the first step") -> None:
-        """Check that the trained weights are finite in all processes, which call this together.
+        """Raise a `WeightsError` with the first weight (or value for it) that is not finite in any process.
 
-        Args:
-            values: the weights, one for each parameter; None: the parameters themselves.
-
-        Raises:
-            WeightsError: a tensor is not finite; the message names the first.
+        All processes call it together.
         """
         for name in self._world.gather(self._first_not_finite(self.parameters if values is None else values)):
             if name is not None:

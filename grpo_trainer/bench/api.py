@@ -171,11 +171,7 @@ def _open_run(options: ApiOptions, url: str) -> list[int]:
 
 
 class _Roles:
-    """The processes of a measurement. A context manager: its exit kills those that are left.
-
-    Args:
-        server: the API's process; None: it is on another machine.
-    """
+    """The processes of a measurement; its exit kills those that are left. `server` is None if the API is elsewhere."""
 
     def __init__(self, url: str, server: psutil.Process | None) -> None:
         self._url, self._server = url, server
@@ -207,11 +203,7 @@ class _Roles:
                 self._pipes[name].send(None)
 
     def result(self, name: str) -> Any:
-        """Return the next value that a process sends.
-
-        Raises:
-            ProcessFailedError: any of the processes has ended too early, or the API has.
-        """
+        """Return a process's next value; raise a `ProcessFailedError` if any of them, or the API, ended too early."""
         while not self._sent[name]:
             readable = wait(list(self._pipes.values()), POLL_S)
             for sender in [each for each, pipe in self._pipes.items() if pipe in readable]:
@@ -318,8 +310,7 @@ def _post(parent: Connection, at: tuple[str, int], options: ApiOptions, env_id: 
 def _consume(parent: Connection, at: tuple[str, int], options: ApiOptions) -> tuple[list[float], Counter[int]]:
     """Take batches as a trainer does, until every group has arrived, or no more arrive.
 
-    Returns:
-        The seconds of each batch, and how often each group came.
+    Return the seconds of each batch, and how often each group came.
     """
     connection = http.client.HTTPConnection(*at, timeout=300)
     packed = options.wire == "msgpack"

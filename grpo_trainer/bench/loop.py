@@ -91,10 +91,7 @@ def work_of(shape: str) -> dict[str, float]:
 
 
 def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
-    """Write a model, train it, and return the figures.
-
-    Args:
-        more: additional options of `grpo run`, which take precedence.
+    """Write a model, train it, and return the figures; options in `more`, those of `grpo run`, take precedence.
 
     Raises:
         GrpoError: a process failed, or a signal arrived; all started processes have ended.
@@ -156,10 +153,7 @@ def line(
 ) -> dict[str, Any]:
     """Return conditions, then figures: those of the steps after `--warmup-steps` and before the last `LAST_STEPS`.
 
-    Args:
-        rows: of all steps.
-        began: when the run was started, in Unix seconds.
-        versions: the last start in versions.json.
+    The run was started at `began`, in Unix seconds; `versions` is the last start in versions.json.
 
     Raises:
         ConfigError: no step is left.
@@ -226,10 +220,8 @@ def fenced(row: Row) -> float:
 def start_figures(began: float, first: Row) -> dict[str, float | None]:
     """Return when each phase of the start was reached, in seconds since the command.
 
-    `server_ready` is when the trainer had found the server, after its imports; None: it waited for no server.
-
-    Args:
-        first: the first step. It was over when its row was written; before that it published, trained and waited.
+    `server_ready` is when the trainer had found the server, after its imports; None: it waited for no server. The first
+    step was over when its row was written; before that it published, trained and waited.
     """
     first_step = first["time"] - began
     first_batch = first_step - first["train/step_time"] - first["train/sync_time"] + fenced(first)

@@ -60,11 +60,7 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write the model and its tokenizer into a folder unless they exist.
-
-    Raises:
-        ConfigError: the folder holds another model, or other files.
-    """
+    """Write model and tokenizer into a folder unless they exist; raise a `ConfigError` if it has others, or files."""
     import torch
     from transformers import AutoConfig
 
@@ -90,11 +86,7 @@ def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
 def random_model(
     shape: ModelShape, dtype: torch.dtype, device: torch.device, *, seed: int = 0, world: World | None = None
 ) -> PreTrainedModel:
-    """Return the model, created on its device and in its dtype.
-
-    Args:
-        world: the processes over which it is sharded, which changes no weight; None: it is whole.
-    """
+    """Return the model, created on its device and in its dtype; sharded over a `world` it has the same weights."""
     from transformers import Qwen2Config
 
     from grpo_trainer.model.load import build_without_weights

@@ -137,11 +137,7 @@ class Publisher:
         return reduce(self.bridge.publish(self.version).metrics)
 
     def publish(self) -> dict[str, float]:
-        """Change the weights, publish them, and check that the new version answers a request.
-
-        Raises:
-            BridgeError: another version answers.
-        """
+        """Change the weights, publish them, and raise a `BridgeError` if another version answers a request."""
         written = self.write(self.change)
         answer = self.client.generate(PROMPT, max_tokens=1, temperature=1.0, ignore_eos=True)
         if answer.policy_version != self.version:
@@ -206,15 +202,6 @@ def trainer_config(options: SyncOptions, folder: Path, model: Path, *, on_gpu: b
     return config.model_copy(update={"server": config.server.model_copy(update={"extra_args": flags})})
 
 
-def server_of(config: TrainConfig, folder: Path, *, on_gpu: bool) -> OwnedServer:
-    """Return the server, not started yet, as `grpo run` would start it."""
-    flags = weight_flags(config, folder)
-    if config.shares_weights:
-        flags = (*flags, "--shared-weights", "--bridge-config-path", str(folder / FILE_NAME))
-    spec = server_process(config, python=sys.executable, on_gpu=on_gpu, model=config.model_name, flags=flags)
-    return OwnedServer(lambda *_: spec, config.log_dir / "server.log", folder / "served")
-
-
 @contextlib.contextmanager
 def opened(options: SyncOptions) -> Iterator[Publisher]:
     """Write the model, start its server, and connect a bridge within the block.
@@ -242,7 +229,12 @@ def opened(options: SyncOptions) -> Iterator[Publisher]:
         if on_gpu:
             torch.cuda.empty_cache()  # what loading has left is none of the server's
         before = used_gb()
-        server = held.enter_context(server_of(config, folder, on_gpu=on_gpu))
+        flags = weight_flags(config, folder)
+        if config.shares_weights:
+            flags = (*flags, "--shared-weights", "--bridge-config-path", str(folder / FILE_NAME))
+        spec = server_process(config, python=sys.executable, on_gpu=on_gpu, model=config.model_name, flags=flags)
+        server = OwnedServer(lambda *_: spec, config.log_dir / "server.log", folder / "served")
+        held.enter_context(server)
         server.start(config.model_name, 0)
         server.wait_ready()
         stop.watch(server.check)
@@ -274,11 +266,7 @@ def used_gb() -> float | None:
 
 
 def measure(options: SyncOptions) -> dict[str, Any]:
-    """Start a server, publish to it, load it, and end it; return the figures.
-
-    Raises:
-        GrpoError: the server did not start, the bridge failed its proof, …
-    """
+    """Start a server, publish to it, load it, and end it; return the figures, or raise a `GrpoError`."""
     import torch
 
     with opened(options) as publisher:

@@ -103,9 +103,7 @@ def step_flops(shape: ModelShape, lengths: Iterable[tuple[int, int]], lora_r: in
     * attention: 2 products of heads x head size for each pair of tokens that sees one another, t (t + 1) / 2 of t
       tokens, forward, and twice that backward.
 
-    Args:
-        lengths: tokens of each sequence's prompt and completion.
-        readers: sequences that have one prompt, computed once for all of them.
+    `lengths` are tokens of each sequence's prompt and completion; `readers` sequences have one prompt, computed once.
     """
     layer = sum(inputs * outputs for inputs, outputs in shape.module_widths.values())
     factor = 4 if lora_r else 6
@@ -222,11 +220,7 @@ def timed_step(
     number: int,
     updating: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[float, dict[str, float]]:
-    """Run a step; return its seconds, from scored groups to finished weights, and its metrics.
-
-    Args:
-        updating: the context in which the weights change, see `WeightBridge.updating`.
-    """
+    """Run a step; return its seconds, from scored groups to finished weights, and its metrics."""
     from grpo_trainer.metrics.types import reduce
 
     started = _now()

@@ -218,11 +218,7 @@ class AdapterFile:
 
 
 def read_adapter(path: Path) -> AdapterFile:
-    """Read the checkpoint in a folder.
-
-    Raises:
-        ConfigError: there is none, it is damaged, or vLLM could not serve it; the message names every reason.
-    """
+    """Read the checkpoint in a folder, or raise a `ConfigError` with every reason why vLLM could not serve it."""
     try:
         config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):

@@ -134,11 +134,7 @@ def first_options(rows: Sequence[Row], first: Sequence[str]) -> str:
 
 
 def all_options(rows: Sequence[Row], topic: str = "") -> str:
-    """Return every option under its topic, or those of one topic.
-
-    Raises:
-        ConfigError: no topic begins so.
-    """
+    """Return every option under its topic, or those of one topic; raise a `ConfigError` if no topic begins so."""
     topics = list(dict.fromkeys(row.topic for row in rows))
     chosen = [name for name in topics if name.lower().startswith(topic.lower())]
     if not chosen:
@@ -165,22 +161,20 @@ def _lines(row: Row, *, brief: bool = False) -> Iterator[str]:
     """
     name = f"  {', '.join(row.names)} {row.kind}".rstrip()
     about, *values = row.about.split("\n\n")
-    text = _wrapped(_in_brief(about) if brief else about, COLUMN)
+    if brief:
+        sentence, stop, rest = about.partition(". ")
+        if " | " in sentence and stop:  # the choices
+            more, _, rest = rest.partition(". ")
+            sentence = f"{sentence}. {more}"
+        default = about[about.rindex(" (") :] if about.endswith(")") and rest else ""
+        about = f"{sentence.rstrip('.')}.{default}"
+    text = _wrapped(about, COLUMN)
     text += [line for value in values for line in _wrapped(value, COLUMN + 2)]
     if len(name) < COLUMN - 1 and text:
         text[0] = name.ljust(COLUMN) + text[0][COLUMN:]
     else:
         yield name
     yield from text
-
-
-def _in_brief(text: str) -> str:
-    sentence, stop, rest = text.partition(". ")
-    if " | " in sentence and stop:  # the choices
-        more, _, rest = rest.partition(". ")
-        sentence = f"{sentence}. {more}"
-    default = text[text.rindex(" (") :] if text.endswith(")") and rest else ""
-    return f"{sentence.rstrip('.')}.{default}"
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

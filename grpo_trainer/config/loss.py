@@ -20,16 +20,10 @@ TokenMean = Literal["sequences", "tokens", "constant"]
 
 @dataclass(frozen=True)
 class BuiltInLoss:
-    """A built-in loss; `grpo_trainer.losses` builds it by these names.
+    """A built-in loss; `grpo_trainer.losses` builds it by these names."""
 
-    Attributes:
-        surrogate: name of a function in `losses/surrogates.py`.
-        mean: of the tokens' losses: see `losses.LossSpec`.
-        ratio: of one token, or of its whole sequence.
-    """
-
-    surrogate: str
-    mean: TokenMean
+    surrogate: str  # a function in `losses/surrogates.py`
+    mean: TokenMean  # of the tokens' losses: see `losses.LossSpec`
     ratio: Literal["token", "sequence"] = "token"
 
 

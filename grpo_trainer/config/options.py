@@ -72,16 +72,15 @@ def option(
     help: str | None = None,
     **constraints: Any,
 ) -> Any:
-    """Declare an option of a `Section`.
+    """Declare an option of a `Section`; without a default it is required.
 
     Args:
-        default: its value when it is not given; left out, the option is required.
         others: its further flags.
         flag: the flag that messages and TOML use; by default the field's name with dashes.
         former: flags that no help shows. They stand without the name of a table: `--vllm-port`.
         meanings: what each value means, a line of help each.
-        help: its help, where that is not the text below the field.
-        constraints: pydantic's (`ge`, `gt`, `le`, …).
+        help: where that is not the text below the field.
+        constraints: pydantic's.
     """
     extra = {"flag": flag, "others": [*others], "former": [*former], "meanings": dict(meanings or {})}
     return Field(default, description=help, json_schema_extra=extra, **constraints)
@@ -191,11 +190,9 @@ Layer = dict[str, Given]
 
 
 def read(root: type[Section], problems: list[Problem], *tables: Mapping[str, Any]) -> Layer:
-    """Return the values of a file or a command line.
+    """Return the values of a file or a command line, given by any of an option's names; those of a table may be nested.
 
-    Args:
-        problems: gets one for each unknown name, suggesting the nearest, and for two values of one option.
-        tables: values by any of an option's names, with dashes or underscores; those of a table may be nested.
+    `problems` gets one for each unknown name, suggesting the nearest, and for two values of one option.
     """
     known, found = by_name(root), Layer()
     nested = {option.path[0] for option in options_of(root) if len(option.path) > 1}
@@ -250,11 +247,8 @@ def _mode(root: type[Section], layer: Layer) -> str | None:
 
 
 def make(root: type[C], layer: Layer) -> C:
-    """Make a section from its values.
-
-    Raises:
-        ConfigError: for each wrong value, missing one, and option that does not belong to the chosen mode.
-    """
+    """Make a section from its values, or raise a `ConfigError` that names each wrong value, each missing one, and each
+    option that does not belong to the chosen mode."""
     known, mode, problems = by_name(root), _mode(root, layer), list[Problem]()
     tree: dict[str, Any] = {}
     for key, given in layer.items():
@@ -278,11 +272,7 @@ def make(root: type[C], layer: Layer) -> C:
 def build(root: type[C], *tables: Mapping[str, Any], problems: Iterable[Problem] = ()) -> C:
     """Make a section from the values of tables, of which later ones win; see `read`, `merged` and `make`.
 
-    Args:
-        problems: those found before.
-
-    Raises:
-        ConfigError: for those, as for `make`, and for each unknown name.
+    A `ConfigError` names unknown names, too, and the problems that were found before.
     """
     problems, config = [*problems], None
     layers = [read(root, problems, table) for table in tables]
@@ -346,11 +336,7 @@ def shown(value: Any) -> str:
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """`"28-29,0"` as `(0, 28, 29)`: ascending, each once.
-
-    Raises:
-        ConfigError: it is no list of numbers and rising ranges.
-    """
+    """Return `"28-29,0"` as `(0, 28, 29)`: ascending, each once; raise a `ConfigError` if it is no such list."""
     numbers: set[int] = set()
     for part in text.replace(" ", "").split(","):
         first, dash, last = part.partition("-")
@@ -363,11 +349,10 @@ def parse_ranges(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def _ranges(value: object) -> object:
-    return parse_ranges(shown(value)) if isinstance(value, (str, list, tuple)) else value
-
-
-Ranges = Annotated[tuple[int, ...], BeforeValidator(_ranges)]
+Ranges = Annotated[
+    tuple[int, ...],
+    BeforeValidator(lambda value: parse_ranges(shown(value)) if isinstance(value, (str, list, tuple)) else value),
+]
 """Numbers that `parse_ranges` reads, as text or as a list: ascending, each once."""
 
 
@@ -395,11 +380,9 @@ Arguments = Annotated[
 """Further arguments of a process."""
 
 
-def _split(value: Any) -> Any:
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-
-COMMA_SEPARATED = BeforeValidator(_split)
+COMMA_SEPARATED = BeforeValidator(
+    lambda value: [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+)
 """Of a tuple of words."""
 
 

@@ -152,11 +152,8 @@ def environment_command(name: str, said: str = "--env") -> tuple[str, ...]:
     """Return what follows `python -m` to run an environment: a built-in by its short name, or the user's module or
     file, with `:CLASS` where it has several classes.
 
-    Args:
-        said: the flag or command that named it, for the message.
-
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is none of this name; `said` is the flag or command that named it, for the message.
     """
     if name in BUILT_IN:
         return (BUILT_IN[name].module,)

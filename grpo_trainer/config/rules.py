@@ -94,22 +94,13 @@ def rule(judge: Rule) -> Rule:
 
 
 def check(config: TrainConfig | RunConfig, hardware: Hardware | None = None) -> list[Problem]:
-    """Return all combinations of options that can't be; none if the configuration is sound.
-
-    Args:
-        config: the options, each legal by itself.
-        hardware: None leaves out the rules that depend on it.
-    """
+    """Return all combinations of options that can't be; without the hardware, rules that depend on it are left out."""
     trainer, run = (config, None) if isinstance(config, TrainConfig) else (config.trainer, config)
     return [problem for rule in RULES for problem in rule(Case(trainer, run, hardware))]
 
 
 def checked(config: C, hardware: Hardware | None = None) -> C:
-    """Return the same configuration.
-
-    Raises:
-        ConfigError: options in it do not go together; it names all of them.
-    """
+    """Return the same configuration; raise a `ConfigError` with all options in it that do not go together."""
     if problems := check(config, hardware):
         raise ConfigError.of(problems)
     return config
@@ -465,11 +456,7 @@ def packages(case: Case) -> Iterator[Problem]:
 
 
 def unusual_lr(config: TrainConfig, parameters: int | None) -> Problem | None:
-    """Return what is wrong with a learning rate out of the usual range; None: it is within.
-
-    Args:
-        parameters: as for `usual_rates`.
-    """
+    """Return what is wrong with a learning rate out of the range of `usual_rates`; None: it is within."""
     rate, mode, is_adapter = config.lr, config.weight_bridge_mode, config.trains_adapter
     usual = usual_rates(mode, parameters)
     if usual.lowest <= rate <= usual.highest:

@@ -34,14 +34,14 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from environments.running import settings_check
 from grpo_common.errors import Problem, collected
 from grpo_common.redaction import is_secret
 from grpo_common.suggest import nearest
 from grpo_trainer.config.bridge import ADAPTER_MODES
-from grpo_trainer.config.options import Given, Layer, Section, at_home, dump, make, merged, options_of, read, shown
+from grpo_trainer.config.options import Given, Layer, at_home, dump, make, merged, options_of, read, shown
 from grpo_trainer.config.processes import (
     PROMPTS,
     ApiProcess,
@@ -77,15 +77,10 @@ CONTINUED = frozenset({"trainer", "environments", "prompts_per_step", LEFT_OUT, 
 """Tables and options of a stored run that say what is trained."""
 PLACES = frozenset({"wandb_group"})
 """Options of a trainer that say where a run keeps what it makes: a run that branches from another has its own."""
-C = TypeVar("C", bound=Section)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
-
-    Raises:
-        ConfigError: the file is missing or is no TOML; the message has line and column.
-    """
+    """Return the tables of a TOML file; raise a `ConfigError`, with line and column, if it is missing or no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, IsADirectoryError):
@@ -98,10 +93,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Sequence[str] = ()) -> RunConfig:
     """A run's configuration from a file's tables and flags; flags win.
 
-    Args:
-        file: the tables of the TOML file, empty without one.
-        flags: values by an option's name, and those of `--env`, `--data` and `--reward`.
-        env_args: what the command line has beyond known flags: `--env.KEY VALUE` and `--openai.KEY VALUE`.
+    `flags` has options, and `--env`, `--data` and `--reward`. `env_args` is what the command line has beyond known
+    flags: `--env.KEY VALUE` and `--openai.KEY VALUE`.
 
     Raises:
         ConfigError: unknown keys, wrong values, options that the run sets itself, or options that do not go together;
@@ -129,8 +122,9 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     values |= {key: Given(value, "") for key, value in DEFAULTS.items() if key not in said}
     parts: dict[str, Any] = {}
     for name, section in (("trainer", TrainConfig), ("options", RunOptions), ("api", ApiProcess)):
+        keys = {f"api.{option.key}" if name == "api" else option.key: option.key for option in options_of(section)}
         with collected(problems):
-            parts[name] = _part(section, values, "api." if name == "api" else "")
+            parts[name] = make(section, {keys[key]: given for key, given in values.items() if key in keys})
     with collected(problems):
         options = _env_options(env_args, problems)
         if own.get("data") is not None:
@@ -167,12 +161,6 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
             unset=frozenset(unset),
         )
     )
-
-
-def _part(section: type[C], values: Layer, table: str) -> C:
-    own = {option.key for option in options_of(section)}
-    named = {key.removeprefix(table): given for key, given in values.items() if key.startswith(table)}
-    return make(section, {key: given for key, given in named.items() if key in own})
 
 
 def _layer(tables: Mapping[str, Any], problems: list[Problem]) -> Layer:
@@ -253,14 +241,10 @@ def _is_key(name: str) -> bool:
 def _not_given_again(
     names: Sequence[str], said: Layer, environments: Mapping[str, Any] | None, where: str
 ) -> Iterator[Problem]:
-    """Yield the options that a stored run had and its file has not, unless they are keys or were given again.
+    """Yield the options that a stored run's file left out, except keys and what was given again.
 
-    A key may come from an environment variable; `_layer` warns of it.
-
-    Args:
-        names: those that the file left out.
-        environments: what is given by an environment's table; None: all of the environments.
-        where: the file.
+    A key may come from an environment variable; `_layer` warns of it. `environments` has what is given, by an
+    environment's table; None: all of the environments.
     """
     for name in names:
         table, *rest = re.split(r"[ .]", name.removeprefix("trainer."))
@@ -313,12 +297,10 @@ def _with_one_batch(*layers: Layer) -> Iterator[Layer]:
 def _with_batch(
     trainer: TrainConfig, options: RunOptions, answers: int, said: Collection[str], *, keeps_prompts: bool
 ) -> tuple[TrainConfig, RunOptions]:
-    """Return the options with the sequences of a step and of a microbatch, from prompts and answers a step.
+    """Return the options with the sequences of a step and of a microbatch, from prompts and the answers to each.
 
-    Args:
-        answers: to a prompt.
-        said: options that were given; the older names of a step's size stay what they were.
-        keeps_prompts: the prompts are those of a stored run, whose step stays as large.
+    Of the options that were `said`, the older names of a step's size stay what they were. With `keeps_prompts`, the
+    prompts are those of a stored run, whose step stays as large.
 
     Raises:
         ConfigError: both were given, and don't go together.
@@ -377,12 +359,9 @@ def _environments(
     rewards: Sequence[str],
     own: Mapping[str, Any],
 ) -> tuple[EnvironmentProcess, ...]:
-    """Return the environments of a file and of flags.
+    """Return the environments of a file and of flags: `name`, `options` by table, and `rewards` instead of the file's.
 
-    Args:
-        options: options of the environment by table.
-        rewards: those of flags, which replace the file's.
-        own: the file's tables outside `[[environments]]`.
+    `own` has the file's tables outside `[[environments]]`.
     """
     if isinstance(tables, dict):  # [environments] instead of [[environments]]: meant as one
         tables = [tables]

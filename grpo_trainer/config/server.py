@@ -114,7 +114,8 @@ class Server(Section):
         if not self.also:
             return (self,)
         gpus = [None] * (1 + len(self.also)) if self.gpus is None else self.gpus.split(";")
-        places = [(self.host, self.port), *(_place(each) for each in self.also)]
+        others = (each.rpartition(":") for each in self.also)
+        places = [(self.host, self.port), *((host.strip("[]"), int(port)) for host, _, port in others)]
         return tuple(
             self.model_copy(update={"host": host, "port": port, "gpus": own, "also": ()})
             for (host, port), own in zip(places, gpus, strict=True)
@@ -124,12 +125,6 @@ class Server(Section):
     def degree(self) -> int:
         """GPUs of one server."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-
-    @property
-    def named_gpus(self) -> tuple[str, ...]:
-        """The GPUs of all servers, as `--server.gpus` names them, each once for every server on it."""
-        words = self.gpus.replace(";", ",").split(",") if self.gpus else []
-        return tuple(word.strip() for word in words)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -145,11 +140,6 @@ class Server(Section):
 def server_names(servers: int) -> tuple[str, ...]:
     """Of the processes, logs and folders of several servers: server, server-2, …"""
     return ("server", *(f"server-{number}" for number in range(2, servers + 1)))
-
-
-def _place(place: str) -> tuple[str, int]:
-    host, _, port = place.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 def arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -91,11 +91,7 @@ def run_file(config: RunConfig) -> bytes:
 
 
 def read_stored(folder: Path) -> dict[str, Any]:
-    """Return the tables of a run's folder; empty: it holds no run.
-
-    Raises:
-        ConfigError: its file can't be read.
-    """
+    """Return the tables of a run's folder; empty: it holds no run. Raise a `ConfigError` if its file can't be read."""
     path = folder / (RUN_FILE if (folder / RUN_FILE).is_file() else OLD_FILE)
     try:
         tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))

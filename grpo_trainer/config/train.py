@@ -60,11 +60,7 @@ ADAPTER_LR, ALL_WEIGHTS_LR = ADAPTER[-1].default, ALL_WEIGHTS[-1].default
 
 
 def usual_rates(mode: str, parameters: int | None = None) -> Rates:
-    """Return the learning rates for a `--weight-bridge-mode`.
-
-    Args:
-        parameters: the model's; None: unknown, and then it counts as a large one.
-    """
+    """Return the learning rates for a `--weight-bridge-mode`; a model of unknown size counts as a large one."""
     size = len(SIZES) if parameters is None else sum(parameters >= limit for limit in SIZES)
     return (ADAPTER if mode in ADAPTER_MODES else ALL_WEIGHTS)[size]
 

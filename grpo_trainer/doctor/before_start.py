@@ -112,9 +112,7 @@ def check_name(name: str) -> Finding:
 def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, on_gpu: bool) -> Finding:
     """Room for the checkpoints, of which the new one is whole before an old one goes, and for what the server loads.
 
-    Args:
-        folder: of the run; what it holds already is not needed again.
-        shape: None: the model is not here to be asked, only the logs are counted.
+    What the run's folder holds is not needed again. Without the model's shape, only the logs are counted.
     """
     there, held = existing(folder), 0
     for path in folder.rglob("*"):
@@ -122,7 +120,12 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
             held += 0 if path.is_dir() else path.lstat().st_size
     free, saves = shutil.disk_usage(there).free, config.saves
     each = checkpoint_bytes(config, shape, on_gpu=on_gpu) if shape and saves else 0
-    served = served_bytes(config, shape, on_gpu=on_gpu) if shape else 0
+    served = shape.parameters * _served_item(config, on_gpu=on_gpu) if shape else 0  # the models that a server loads
+    if config.weight_bridge_mode == "lora_restart":
+        served *= max(1, config.keep_checkpoints) + 1  # those that are kept, and the next one
+    else:  # a server that starts on checkpoints needs no others
+        own = config.weight_bridge_mode == "none" and config.vllm_restart_interval != config.checkpoint_interval
+        served *= 2 if own else 0
     interval, keep = config.environment_interval, config.keep_checkpoints
     made = config.training_steps // interval if interval else 0
     most = 1 + (min(keep, made) if keep else made)
@@ -144,14 +147,7 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
 
 
 def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu: bool) -> Finding:
-    """The same, as a refusal to start where the first checkpoints would not fit.
-
-    Args:
-        flag: that names the folder.
-
-    Raises:
-        ConfigError: they would not.
-    """
+    """The same, but raise a `ConfigError` where the first checkpoints would not fit; `flag` names the folder."""
     found = check_disk(config, folder, shape_of(config.model_name), on_gpu=on_gpu)
     if found.status == "fail":
         raise ConfigError(f"no room in {folder}", field=flag, got=found.got, wanted=found.wanted, fix=found.fix)
@@ -173,15 +169,6 @@ def checkpoint_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) ->
 
 def _served_item(config: TrainConfig, *, on_gpu: bool) -> int:
     return 4 if config.served_dtype(on_gpu=on_gpu) == "float32" else 2
-
-
-def served_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) -> int:
-    """Of the models that a server is started on, besides checkpoints: those that are kept, and the next one."""
-    model = shape.parameters * _served_item(config, on_gpu=on_gpu)
-    if config.weight_bridge_mode == "lora_restart":
-        return model * (max(1, config.keep_checkpoints) + 1)
-    own = config.weight_bridge_mode == "none" and config.vllm_restart_interval != config.checkpoint_interval
-    return model * 2 if own else 0
 
 
 def existing(path: Path) -> Path:

@@ -152,14 +152,8 @@ of_run = partial(of_machine, checks=RUN_CHECKS)
 
 
 def examine(machine: Machine, config: RunConfig | ConfigError | None) -> tuple[list[Finding], MemoryPlan | None]:
-    """Run the checks.
-
-    Args:
-        config: the run; or the error of its configuration; None: look at the machine alone.
-
-    Returns:
-        The findings; and the memory plan, None where it can't be planned.
-    """
+    """Return the findings for a run, for the error of its configuration, or for the machine alone; and the memory plan,
+    None where there can't be one."""
 
     def findings(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
         for name, judge in checks:

@@ -28,11 +28,7 @@ def tried(what: str) -> str | None:
 
 
 def failure(code: int, out: str, err: str) -> str | None:
-    """Return why a trial failed; None: its last line of JSON says `"ok": true`.
-
-    Args:
-        code, out, err: exit code and output of the process that made the trial.
-    """
+    """Return why a process's trial failed; None: its last line of JSON says `"ok": true`."""
     said = [line for line in out.splitlines() if line.startswith("{")]
     if code == 0 and said and json.loads(said[-1])["ok"]:
         return None

@@ -59,11 +59,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def seeing(spec: ProcessSpec, gpus: str) -> ProcessSpec:
-    """Return the process with its own GPUs visible.
-
-    Args:
-        gpus: CUDA_VISIBLE_DEVICES of all GPUs that the run has on this node.
-    """
+    """Return the process with its own GPUs visible, of those in a node's CUDA_VISIBLE_DEVICES."""
     if not spec.place.gpus:
         return spec
     all_gpus = gpus.split(",")
@@ -72,16 +68,11 @@ def seeing(spec: ProcessSpec, gpus: str) -> ProcessSpec:
 
 
 class NodeAgent:
-    """Starts, watches and ends processes on its node.
-
-    Args:
-        folder: the working folder of `grpo run`: relative paths mean the same here.
-        environment: variables that its processes get.
-    """
+    """Starts, watches and ends processes on its node, which get the variables of `environment`."""
 
     def __init__(self, folder: str, environment: Mapping[str, str]) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        os.chdir(folder)
+        os.chdir(folder)  # that of `grpo run`: relative paths mean the same here
         for name in [name for name in os.environ if name.startswith(OF_RAY)]:
             del os.environ[name]
         os.environ.update(environment)
@@ -101,10 +92,7 @@ class NodeAgent:
             return str(error)
 
     def start(self, spec: ProcessSpec, files: Mapping[str, bytes]) -> int:
-        """Start a process, and return its id.
-
-        Args:
-            files: its configuration files by path, which are written first, for their owner alone.
+        """Start a process, and return its id. First write its configuration files, for their owner alone.
 
         Raises:
             OSError: a file can't be written, or the program is not on this node.
@@ -140,9 +128,8 @@ class NodeAgent:
 class RemoteProcess(Process):
     """A process that a node's agent runs. The thread that follows the agent's news calls its methods.
 
-    Args:
-        order: has the agent do what a method of `Process` does, by the method's name, and waits for that; it does
-            nothing once the node is lost.
+    `order` has the agent do what a method of `Process` does, by the method's name, and waits for that. It does nothing
+    once the node is lost.
     """
 
     def __init__(

@@ -70,12 +70,9 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Fleet:
-    """The servers of a run, where they may change.
+    """The servers of a run, where they may change: in the run's folder of servers, and in the supervisor's table.
 
-    Args:
-        folder: the run's folder of servers.
-        table: the supervisor's; servers that are added or dropped change it.
-        replanner: plans servers that are added; None: only running ones can be added.
+    Without a replanner only running servers can be added.
     """
 
     def __init__(self, folder: Path, table: dict[str, Row], replanner: Replanner | None) -> None:
@@ -183,14 +180,7 @@ def url_of(spec: ProcessSpec) -> str:
 
 
 def request(servers: Path, wanted: Request, seconds: float = ANSWER_SECONDS) -> Answer:
-    """Ask a running `grpo run`, and return its answer.
-
-    Args:
-        servers: the run's folder of servers.
-
-    Raises:
-        ServerError: no answer came.
-    """
+    """Ask a running `grpo run` through its folder of servers; return its answer, or raise a `ServerError`."""
     folder = servers / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{time.time_ns()}-{uuid4().hex[:8]}"

@@ -100,12 +100,7 @@ class OwnedServer:
         return running_time() - process.started
 
     def check(self) -> None:
-        """Raise an error if the server has ended without `stop`.
-
-        Raises:
-            ProcessFailedError: the server has ended; the message has its last lines.
-            DiskFullError: its log could not be written.
-        """
+        """Raise a `ProcessFailedError` if the server has ended without `stop`, or what `Process.check_log` raises."""
         if self._process is not None:
             if self._process.exit_code is not None:
                 raise self._process.ended()

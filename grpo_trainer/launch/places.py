@@ -74,10 +74,7 @@ def place_run(config: RunConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plac
     Trainer processes fill the head first, then the node with the most free GPUs, and so on, so that they are on few
     nodes. Each server goes to the first node with enough free GPUs. A server that shares its weights is on the
     trainer's GPU. On CPUs a process takes one core, a server is on the node with the most free ones, and a node may
-    have more processes than cores.
-
-    Args:
-        nodes: the head is the first.
+    have more processes than cores. The head is the first of the nodes.
 
     Raises:
         ConfigError: the nodes have too few GPUs.
@@ -139,11 +136,9 @@ def gpus_of_run(config: RunConfig) -> int:
 
 
 def free_nodes(nodes: Sequence[Node], taken: Iterable[Place], gpus: int) -> list[Node]:
-    """Return the nodes on which one more process of a run has room, the emptiest first.
+    """Return the nodes with room for one more process beside a run's places, the emptiest first.
 
-    Args:
-        taken: the places that the run has.
-        gpus: that the process needs; 0: a core, of which a node may give more than it has.
+    It needs GPUs, or else a core, of which a node may give more than it has.
     """
     in_use: dict[str, set[tuple[str, int]]] = {node.id: set() for node in nodes}
     processes = dict.fromkeys(in_use, 0)

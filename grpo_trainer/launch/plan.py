@@ -104,13 +104,10 @@ def plan_run(
     """Plan the processes of `grpo run`.
 
     Args:
-        config: the run.
         ports: resolved (never 0) ports of "api" and of each server.
-        python: the interpreter of every process.
         on_gpu: whether server and trainer run on a GPU; on a CPU all processes share its cores.
         cache_bytes: size of the server's KV cache on each of its GPUs; None: the server measures the free memory.
         env: added to the environment of every process.
-        places: on a cluster, the machines and GPUs of trainers and servers.
         step: the last one of a run that is resumed.
     """
     folder = config.run_dir / "config"
@@ -132,21 +129,21 @@ def plan_run(
     overlaps = not on_gpu or config.trainer.owns_server or is_fixed
     stages = ((*servers, *trainers, *environments),) if overlaps else ((*servers, *environments), trainers)
     env = {**({} if on_gpu else SHARED_CORES), **env}
-    planned = tuple(tuple(_completed(config, process, env, places) for process in stage) for stage in stages)
+
+    def completed(process: ProcessSpec) -> ProcessSpec:
+        """Return a process with its place, and with the environment that all have."""
+        place = places.get(process.name, HERE)
+        file = config.trace_file if place.is_here else None  # the file is on the head
+        traced = {} if file is None else {FILE_VARIABLE: str(file), NAME_VARIABLE: process.name}
+        says = {} if process.ready_url else {STATUS_VARIABLE: str(config.run_dir / "status" / f"{process.name}.json")}
+        return replace(process, env={**env, **traced, **says, **process.env, "PYTHONUNBUFFERED": "1"}, place=place)
+
+    planned = tuple(tuple(map(completed, stage)) for stage in stages)
     return RunPlan(stages=planned, config_files=files, ports=dict(ports))
 
 
 SHARED_CORES = MappingProxyType({"OMP_WAIT_POLICY": "passive"})
 """Environment on a CPU: idle OpenMP threads sleep instead of spinning on cores that another process needs."""
-
-
-def _completed(config: RunConfig, process: ProcessSpec, env: Mapping[str, str], places: Places) -> ProcessSpec:
-    """Return a process with its place, and with the environment that all have."""
-    place = places.get(process.name, HERE)
-    file = config.trace_file if place.is_here else None  # the file is on the head
-    traced = {} if file is None else {FILE_VARIABLE: str(file), NAME_VARIABLE: process.name}
-    says = {} if process.ready_url else {STATUS_VARIABLE: str(config.run_dir / "status" / f"{process.name}.json")}
-    return replace(process, env={**env, **traced, **says, **process.env, "PYTHONUNBUFFERED": "1"}, place=place)
 
 
 def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> ProcessSpec:
@@ -178,10 +175,8 @@ def server_process(
 ) -> ProcessSpec:
     """Return the server's process for a trainer's configuration.
 
-    Args:
-        model: folder or hub name of the served model; requests name it by the trainer's --model-name in any case.
-        flags: further flags of the server.
-        step: with which the server starts: 0, or that of a resumed run or of a restarted server.
+    Requests name the served model by the trainer's --model-name in any case. The server starts with a step: 0, or that
+    of a resumed run or of a restarted server.
     """
     vllm = trainer.server
     argv = [python, "-m", "vllm_server", "--model", model, "--served-model-name", trainer.model_name]
@@ -220,11 +215,9 @@ def server_process(
 
 
 def sampling_seed(seed: str, start: int) -> str:
-    """Return vLLM's seed for a start of a server, so that no two servers or starts of a run sample the same numbers.
+    """Return vLLM's seed for a start of a server, counted from 0, so that no two of a run sample the same numbers.
 
-    Args:
-        seed: what tells apart the servers of a run, and one run from another.
-        start: counts the server's starts from 0.
+    `seed` is what tells apart the servers of a run, and one run from another.
     """
     return str(int.from_bytes(sha256(f"{seed} {start}".encode()).digest()[:4]) >> 1)
 
@@ -238,11 +231,7 @@ def started_again(spec: ProcessSpec, start: int) -> ProcessSpec:
 
 
 def weight_flags(trainer: TrainConfig, log_dir: Path) -> tuple[str, ...]:
-    """Return a server's flags for what a trainer publishes to it.
-
-    Args:
-        log_dir: the trainer's.
-    """
+    """Return a server's flags for what a trainer publishes to it."""
     if trainer.weight_bridge_mode == "lora_only":
         root = (trainer.lora_root or log_dir / "adapters").absolute()
         names = ("--max-lora-rank", str(trainer.lora_r), "--lora-name", trainer.lora_name)

@@ -26,10 +26,7 @@ _cursor = itertools.count(secrets.randbelow(1 << 16))  # in two containers, proc
 
 
 def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, int]:
-    """Return the ports of several processes, each 0 replaced by a free port.
-
-    Args:
-        wanted: process name -> port, 0 for any free one.
+    """Return the ports of several processes by their names, each 0 replaced by a free port.
 
     Raises:
         PortBusyError: ports are taken; a problem for each names the holder.

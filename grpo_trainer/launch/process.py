@@ -55,17 +55,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
-def _end_with_parent() -> None:
-    """In the child, before exec: ask the kernel for SIGTERM when the supervisor dies."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 class Process:
-    """A running process, whose output goes to a log.
+    """A running process, whose output goes to a log; the last lines are kept for an error.
 
-    Args:
-        on_line: gets each line, or the first piece of a long one, without its end; True: it is one of stderr.
-        last_lines: how many are kept for an error.
+    `on_line` gets each line, or the first piece of a long one, without its end; True: it is one of stderr.
     """
 
     def __init__(
@@ -107,7 +100,7 @@ class Process:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # once the supervisor dies
         )
         pipes = (self.popen.stdout, False), (self.popen.stderr, True)
         self._readers = [threading.Thread(target=self._read, args=pipe, daemon=True) for pipe in pipes]
@@ -185,11 +178,9 @@ class Process:
             continues = not line.endswith("\n")
 
     def take(self, line: str, *, continues: bool = False) -> None:
-        """Keep a line of its output, or a piece of a long one.
+        """Keep a line of its output, or a piece of a long one, which ends without a line feed if more follows.
 
-        Args:
-            line: ends with a line feed, unless more of the same line follows.
-            continues: it is not the line's first piece, and only the log has it.
+        A piece that continues a line goes only to the log.
         """
         text = line.removesuffix("\n")
         with self._lock:
@@ -217,11 +208,7 @@ class Process:
             self.log_error = error
 
     def check_log(self) -> None:
-        """Raise an error if its log could not be written.
-
-        Raises:
-            DiskFullError: the disk is full.
-        """
+        """Raise an error if its log could not be written: a `DiskFullError` if the disk is full."""
         if self.log_error is not None:
             raise from_os_error(self.log_error, f"write the log of {self.name}") or self.log_error
 
@@ -282,11 +269,7 @@ class Process:
         return ProcessFailedError(summary, field=self.name, got=got, wanted=wanted, fix=self.last_words())
 
     def not_ready(self, flag: str = "") -> ProcessFailedError:
-        """Return the error for a process that does not answer in time.
-
-        Args:
-            flag: the option that sets the time limit.
-        """
+        """Return the error for a process that does not answer in time, which the option `flag` limits."""
         seconds = f"{self.spec.ready_timeout:.0f} s"
         return ProcessFailedError(
             f"not ready after {seconds}{flag and f' ({flag})'}",

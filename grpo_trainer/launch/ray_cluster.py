@@ -74,12 +74,9 @@ class _Asked:
 
 
 class RayCluster:
-    """A connection to a Ray cluster, and the processes that this run has on it.
+    """A connection to a Ray cluster (auto, or HOST:PORT of its head), and the processes that this run has on it.
 
-    Args:
-        address: auto, or HOST:PORT of the head.
-        wanted: nodes to wait for.
-        waits: for a cluster that does not answer yet, and for its nodes.
+    It waits for a cluster that does not answer yet, and for as many nodes as are wanted, unless `waits` is False.
 
     Raises:
         ConfigError: Ray is not installed, the cluster does not answer, or fewer nodes join.
@@ -104,7 +101,9 @@ class RayCluster:
         deadline = running_time() + seconds
         while True:
             try:
-                _knock(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+                host, _, port = (os.environ.get("RAY_ADDRESS", "") if address == "auto" else address).rpartition(":")
+                if port.isdecimal():  # where nothing listens, Ray itself would look for minutes
+                    socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
                 self._ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
             except (OSError, RuntimeError, ValueError) as error:
                 if running_time() > deadline:
@@ -142,11 +141,7 @@ class RayCluster:
     # before the start ---------------------------------------------------------------------------------------
 
     def occupy(self, places: Places) -> None:
-        """Hold the GPUs and cores of the run on each of its nodes.
-
-        Raises:
-            ConfigError: another program of the cluster holds them.
-        """
+        """Hold the GPUs and cores of the run on its nodes; raise a `ConfigError` if another program holds them."""
         for node in dict.fromkeys(place.node for place in places.values()):
             assert node is not None, "on a cluster every process has a node"
             own = [place for place in places.values() if place.node == node]
@@ -221,12 +216,10 @@ class RayCluster:
         return not place.is_here and self._room_of(place).is_lost
 
     def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None:
-        """Ask for room for a process that comes later, and return it; None: there is none yet, so call again.
+        """Ask for room for a process that comes later, beside the places that the run has; None: there is none yet.
 
-        Args:
-            name: of the process; a node that was asked for it stays asked until the room is returned.
-            gpus: that it needs; 0: it runs on a CPU, whose cores it shares with others.
-            taken: the places that the run has.
+        So call again: a node that was asked for the process stays asked until the room is returned. A process that
+        needs no GPU shares the cores of a CPU with others.
         """
         try:
             if (asked := self._asked.get(name)) is None:
@@ -261,10 +254,7 @@ class RayCluster:
     # the run ------------------------------------------------------------------------------------------------
 
     def start(self, files: Files, spec: ProcessSpec, log_path: Path, on_line: Callable[[str, bool], None]) -> Process:
-        """Start a process where its place is.
-
-        Args:
-            files: configuration files by path; those that the command line names are written on its node.
+        """Start a process where its place is. Those of the files that its command line names are written there.
 
         Raises:
             ProcessFailedError: its node is lost, or can't start it.
@@ -329,13 +319,6 @@ class RayCluster:
         self._ray.shutdown()
 
 
-def _knock(address: str) -> None:
-    """Raise an OSError if nothing listens at HOST:PORT: Ray itself would look for minutes."""
-    host, _, port = address.rpartition(":")
-    if port.isdecimal():
-        socket.create_connection((host, int(port)), timeout=KNOCK_SECONDS).close()
-
-
 def _node(found: Mapping[str, Any], here: str) -> Node:
     """Return a node as `ray.nodes()` describes it."""
     resources = found["Resources"]
@@ -350,11 +333,7 @@ def _node(found: Mapping[str, Any], here: str) -> Node:
 
 
 def _ray() -> Any:
-    """Return the module.
-
-    Raises:
-        ConfigError: Ray is not installed.
-    """
+    """Return the module; raise a `ConfigError` if it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         return importlib.import_module("ray")

@@ -36,8 +36,7 @@ class Replanner:
     def placed(self, specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec] | None:
         """Return processes as they start; those of a lost machine, and new servers of a cluster, get a machine.
 
-        Returns:
-            None: no machine has room yet, or a free port.
+        None: no machine has room yet, or a free port.
         """
         machines = self.machines
         if machines is None:
@@ -77,10 +76,7 @@ class Replanner:
         return replace(place, gpus=place.gpus[:size])
 
     def another_server(self, gpus: str | None) -> ProcessSpec:
-        """Return one more server. On a cluster it gets a machine and a port when it is placed.
-
-        Args:
-            gpus: its CUDA_VISIBLE_DEVICES, without a cluster.
+        """Return one more server. On a cluster it gets a machine and a port when it is placed, else the named GPUs.
 
         Raises:
             ConfigError: the options do not suit one more server, such as no GPU for it.

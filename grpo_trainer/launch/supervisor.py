@@ -49,16 +49,11 @@ class Supervisor:
         echo: shows a line that the process with `ends_run` wrote to its stdout.
         check: raises an error that ends the run, for example if the run's folder is gone.
         show: shows the run's progress; called many times a second, and once after the end.
-        start: starts a process, here or on the machine that the plan names.
         max_restarts: of a process in a row; 0: any process that ends, ends the run.
         has_checkpoint: returns whether trainers can continue from a checkpoint.
         servers: the run's folder of servers, where they may change; None: they stay.
         replanner: says where processes start again; None: where they were, and no server is added.
         saves: a trainer that is stopped saves a checkpoint.
-
-    Attributes:
-        begun: the first step is trained.
-        waits: what the processes do now, until then.
     """
 
     def __init__(
@@ -77,7 +72,8 @@ class Supervisor:
         saves: bool = True,
     ) -> None:
         self.table: dict[str, Row] = {}
-        self.begun, self.waits = False, tuple[Wait, ...]()
+        self.begun = False  # the first step is trained
+        self.waits: tuple[Wait, ...] = ()  # what the processes do now, until then
         self._log_folder = log_folder
         self._say, self._echo, self._show = say, echo, show
         self._check_run, self._has_checkpoint = check, has_checkpoint
@@ -204,7 +200,7 @@ class Supervisor:
         """Handle processes that have ended; raise an error if anything ends the run early."""
         self._signals.check()
         self._check_run()
-        failed: list[Row] = []
+        failed: list[tuple[tuple[bool, bool, bool], Row]] = []
         for row, process in self._running:
             process.check_log()
             if (code := process.exit_code) is None or row.state == "ended":
@@ -213,9 +209,11 @@ class Supervisor:
                 row.state = "ended"
                 self._tell_user(f"{process.name}: has ended (log: {process.log_path})")
             elif not (code == 0 and process.spec.ends_run):
-                failed.append(row)
+                # A killed process comes first: one that ended with an error at the same moment may have failed because
+                # of it. One that has lost another process of the trainer comes last.
+                failed.append(((code >= 0, code == os.EX_TEMPFAIL, process.spec.ends_run), row))
         if failed:
-            self._lose(min(failed, key=_blame))
+            self._lose(min(failed, key=lambda each: each[0])[1])
         self._check_supply()
 
     def _check_supply(self) -> None:
@@ -254,8 +252,7 @@ class Supervisor:
     def _lose(self, row: Row, *, late: bool = False) -> None:
         """Take a process that failed, and those that restart with it, out of the run; they start again later.
 
-        Args:
-            late: it was not ready in time; the signal for that may have ended it already.
+        One that is late was not ready in time; the signal for that may have ended it already.
 
         Raises:
             ProcessFailedError: it does not restart.
@@ -374,13 +371,3 @@ class Supervisor:
             process.close()
         self._hear()
         self.table.clear()
-
-
-def _blame(row: Row) -> tuple[bool, bool, bool]:
-    """Return a key by which those that failed first come first.
-
-    A killed process comes first: one that ended with an error at the same moment may have failed because of it. One
-    that has lost another process of the trainer comes last.
-    """
-    code = row.process.exit_code if row.process is not None else None
-    return (code or 0) >= 0, code == os.EX_TEMPFAIL, row.spec.ends_run

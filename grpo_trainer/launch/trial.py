@@ -40,20 +40,16 @@ REPORT_VARIABLE = "GRPO_TRIAL_REPORT"
 
 
 class Trial:
-    """One environment's trial, and its result.
-
-    Attributes:
-        environment: as `--env` names it.
-        doing: the present step, with its place in the user's code.
-        problems: what is wrong.
-        found: what was seen; empty: something is wrong, or the trial was given up.
-    """
+    """One environment's trial, and its result."""
 
     def __init__(
         self, folder: Path, name: str, environment: EnvironmentProcess, tables: Any, config: RunConfig
     ) -> None:
         self.environment, self._config = environment.name, config
-        self.doing, self.problems, self.found, self.seconds = "import", tuple[Problem, ...](), "", 0.0
+        self.doing = "import"  # the present step, with its place in the user's code
+        self.problems: tuple[Problem, ...] = ()
+        self.found = ""  # what was seen; empty: something is wrong, or the trial was given up
+        self.seconds = 0.0
         self.is_over = self.is_slow = False
         self._report = folder / f"{name}.json"
         settings = folder / f"{name}.toml"
@@ -127,11 +123,7 @@ class Trials(list[Trial]):
     """The trials of a run's environments, which run at the same time."""
 
     def outcomes(self, say: Callable[[str], None] = lambda line: None) -> list[Trial]:
-        """Wait for all trials, and return them.
-
-        Args:
-            say: called with a line about each trial that takes long.
-        """
+        """Wait for all trials, and return them; `say` takes a line about each that takes long."""
         while waiting := [trial for trial in self if not trial.is_over]:
             for trial in waiting:
                 trial.look()
@@ -142,11 +134,7 @@ class Trials(list[Trial]):
         return self
 
     def check(self, say: Callable[[str], None]) -> None:
-        """Wait for all trials, and show their results.
-
-        Raises:
-            ConfigError: an environment failed.
-        """
+        """Wait for all trials, and show their results; raise a `ConfigError` if an environment failed."""
         if problems := [problem for trial in self.outcomes(say) for problem in trial.problems]:
             raise ConfigError.of(problems)
         for trial in self:
@@ -157,8 +145,7 @@ class Trials(list[Trial]):
 def trying(config: RunConfig, *, everything: bool = False) -> Iterator[Trials]:
     """Try the environments in the background of a block, unless the options say otherwise.
 
-    Args:
-        everything: also try the built-in environments of which only the settings can be wrong.
+    With `everything`, also the built-in environments of which only the settings can be wrong.
     """
     trials = Trials()
     with TemporaryDirectory(prefix="grpo-try-", ignore_cleanup_errors=True) as folder:

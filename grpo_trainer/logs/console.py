@@ -54,10 +54,7 @@ class RunConsole:
     """Shows the start of a run and its steps. A context manager: its exit ends the live line.
 
     `grpo train` writes its steps to it. `grpo run`, whose trainer is another process, writes the rows of metrics.jsonl.
-
-    Args:
-        console: on a terminal there is a live line, elsewhere each step is a line.
-        waits: returns what the processes do now, until the first step is trained.
+    Only a terminal has the live line. `waits` returns what the processes do now, until the first step is trained.
     """
 
     def __init__(self, console: Console, total_steps: int, waits: Callable[[], Sequence[Wait]] = tuple) -> None:
@@ -111,11 +108,7 @@ class RunConsole:
             self._rewards.append(reward)
 
     def write(self, step: int, numbers: Row) -> None:
-        """Show a step, and its evaluations.
-
-        Args:
-            numbers: None stands for a number that is not finite, as in metrics.jsonl.
-        """
+        """Show a step, and its evaluations; None stands for a number that is not finite, as in metrics.jsonl."""
         self.remember(numbers)
         known = {key: math.nan if value is None else value for key, value in numbers.items()}
         if "train/seconds" in known:
@@ -162,10 +155,7 @@ def live_line(
 ) -> str:
     """Return the run as of its last step: seconds a step, time left, reward with its course, and health.
 
-    Args:
-        numbers: of the last step.
-        rewards: of all steps.
-        recent: seconds of the last steps.
+    `numbers` are the last step's, `rewards` those of all steps, and `recent` has the seconds of the last ones.
     """
     seconds, left = seconds_left(1, recent), seconds_left(total - step, recent)
     health = "healthy" if len(rewards) >= WINDOW else ""
@@ -198,9 +188,6 @@ def step_line(step: int, total: int, numbers: dict[str, float], left: float | No
     which figures are out of their usual range.
 
     What there is no number of is left out; a step that taught nothing says so in the place of loss and ratio.
-
-    Args:
-        left: seconds that the run still takes, if they are known.
     """
 
     def part(form: str, *keys: str) -> str:

@@ -59,12 +59,10 @@ class Chosen:
 
 
 class SampleLog:
-    """Writes some of a batch's sequences after the step on it, with the step's own logprobs.
+    """Writes some of a batch's sequences, `count` of them, after the step on it, with the step's own logprobs.
 
-    Args:
-        count: how many each step.
-        steps_done: rows of later steps, which a resumed run takes again, are dropped.
-        longest: tokens after this many are not trained on, and have no ratio.
+    Rows after `steps_done`, of steps that a resumed run takes again, are dropped. Tokens after the first
+    `longest` are not trained on, and have no ratio.
     """
 
     def __init__(
@@ -81,12 +79,10 @@ class SampleLog:
         return tuple(chosen.number for chosen in self._chosen)
 
     def write(self, step: int, logprobs: Mapping[int, NDArray[np.float32]]) -> str:
-        """Write the chosen samples after a step, and return the first of them as a line for people; empty: none.
+        """Write the chosen samples after a step (from 1), and return the first as a line for people; empty: none.
 
-        Args:
-            step: from 1.
-            logprobs: the trained policy's logprobs of each sample's trained tokens, by the sample's number; the step
-                computes none for a sample that it does not train on.
+        `logprobs` are the trained policy's of each sample's trained tokens, by the sample's number; a sample that the
+        step does not train on has none.
         """
         records = [self._record(step, each, logprobs.get(each.number)) for each in self._chosen]
         with self._path.open("a") as file:

@@ -44,14 +44,10 @@ class Sink(Protocol):
 
 
 class MetricLog:
-    """Reduces a step's metrics once and hands them to every sink.
+    """Reduces a step's metrics once and hands them to every sink; warns once of a figure that leaves its usual range.
 
     A step's seconds are from the end of the step before to its own, without waiting for the last evaluation; those of
-    the first one are from `start`.
-
-    Args:
-        earlier: rows of the steps that a resumed run has behind it; its next row has `train/resumed`.
-        say: takes a line about each figure that leaves its usual range, the first time that it does.
+    the first one are from `start`. After the `earlier` rows of a resumed run, its next row has `train/resumed`.
     """
 
     def __init__(
@@ -166,8 +162,7 @@ def public(config: TrainConfig) -> dict[str, Any]:
 def run_id(config: TrainConfig, steps_done: int) -> str:
     """Return a tracker's id of this run. It is kept in the log folder, so a resumed run has the same.
 
-    Args:
-        steps_done: that it has taken before; 0: it begins, and what lies there is of another.
+    Without steps done before, the run begins, and what lies there is of another.
     """
     path = config.log_dir / RUN_ID_FILE
     kept = path.read_bytes().decode(errors="replace").strip() if steps_done and path.is_file() else ""

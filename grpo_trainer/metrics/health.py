@@ -99,11 +99,7 @@ def baseline(rows: Sequence[Row]) -> Row:
 
 
 def signs(recent: Sequence[Row], first: Row) -> list[Sign]:
-    """Return what is out of its range in the last `WINDOW` of some rows; fewer rows say nothing yet.
-
-    Args:
-        first: the run's `baseline`.
-    """
+    """Return what is out of its range, by a run's `baseline`, in the last `WINDOW` rows; fewer say nothing yet."""
     if len(recent) < WINDOW:
         return []
     found = []
@@ -224,8 +220,7 @@ def learnt(rows: Sequence[Row]) -> str:
 def last_line(rows: Sequence[Row], sample: str = "") -> str:
     """Return whether a run learnt, which figures left their usual range, and the first thing to try.
 
-    Args:
-        sample: one of the run's last samples in words, which is shown if the reward did not move.
+    A sample in words is shown if the reward did not move.
     """
     left = [own[0].sign.check for own in episodes(rows).values()]
     names = ", ".join(dict.fromkeys(check.title for check in left))
@@ -242,16 +237,10 @@ RECENT = 50
 
 
 def seconds_left(steps: int, recent: Sequence[float]) -> float | None:
-    """Return the seconds that `steps` more steps take, each the mean of `recent`.
+    """Return the seconds that `steps` more steps take, each the mean of the recent ones; None: they are fewer than two.
 
     The longest of `recent` counts as the second longest. So a single outlier (the first step, which waits for
     the first rollouts and compiles) does not matter, but repeated ones (saves, restarts) do.
-
-    Args:
-        recent: seconds of the last steps, from the end of one to the end of the next.
-
-    Returns:
-        The seconds; None: `recent` has fewer than two steps.
     """
     if len(recent) < 2:
         return None

@@ -97,7 +97,12 @@ def last_rows(path: Path) -> Rows:
 def parse_row(path: Path, line: bytes, check: Check = figures) -> Row | None:
     """Return a row of the file; None: the line is none."""
     with suppress(ValueError, RecursionError):
-        row = json.loads(line.decode(), parse_constant=lambda _: None, parse_float=_finite, parse_int=_exact)
+        row = json.loads(
+            line.decode(),
+            parse_constant=lambda _: None,
+            parse_float=lambda text: number if abs(number := float(text)) < LARGEST_FLOAT else None,
+            parse_int=lambda text: number if abs(number := int(text)) < LARGEST else None,
+        )
         if isinstance(row, dict):
             check_format(str(path), row, ROWS_FORMAT)
             if isinstance(step := row.get("step"), int) and 0 <= step < LARGEST:
@@ -133,20 +138,17 @@ class NewRows:
 
     def read(self) -> list[Row]:
         """Return the rows since the last call."""
-        if self._file is None or self._is_replaced(self._file):
-            self.close()
+        with suppress(FileNotFoundError):  # deleted, which ends the run
+            if self._file is not None and not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                self.close()
+                self._file = None
+        if self._file is None:
             self._file, self._incomplete = self._path.open("rb"), b""
         content = self._incomplete + self._file.read()
         self._incomplete = _lines(content)[-1]
         rows = [row for row in read_lines(self._path, content).rows if (row.get("time") or 0.0) > self._newest]
         self._newest = max([self._newest, *(row["time"] for row in rows if row.get("time"))])
         return rows
-
-    def _is_replaced(self, file: BinaryIO) -> bool:
-        try:
-            return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
-        except FileNotFoundError:
-            return False  # deleted, which ends the run
 
     def close(self) -> None:
         if self._file is not None:
@@ -156,11 +158,3 @@ class NewRows:
 def _lines(content: bytes) -> list[bytes]:
     """Return the lines; the last is what follows the last line break, usually nothing."""
     return content.removeprefix(codecs.BOM_UTF8).split(b"\n")
-
-
-def _finite(text: str) -> float | None:
-    return number if abs(number := float(text)) < LARGEST_FLOAT else None
-
-
-def _exact(text: str) -> int | None:
-    return number if abs(number := int(text)) < LARGEST else None

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, TypeGuard
 
 from grpo_trainer.report.read import Run
@@ -297,9 +298,10 @@ def thinned(line: Line, most: int = MOST_POINTS) -> Line:
     each = -(-len(line.xs) // most)
     if each <= 1:
         return line
-    starts = range(0, len(line.xs), each)
-    xs = [sum(line.xs[at : at + each]) / len(line.xs[at : at + each]) for at in starts]
-    return replace(line, xs=xs, ys=[_mean(line.ys[at : at + each]) for at in starts])
+    parts = [slice(at, at + each) for at in range(0, len(line.xs), each)]
+    numbers = ([value for value in line.ys[part] if _is_number(value)] for part in parts)
+    ys = [fmean(values) if values else None for values in numbers]
+    return replace(line, xs=[fmean(line.xs[part]) for part in parts], ys=ys)
 
 
 def rounded(value: Value, digits: int = 4) -> Value:
@@ -308,11 +310,6 @@ def rounded(value: Value, digits: int = 4) -> Value:
         return None
     short = float(f"{value:.{digits}g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
-
-
-def _mean(values: Sequence[Value]) -> Value:
-    numbers = [value for value in values if _is_number(value)]
-    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _is_number(value: Value) -> TypeGuard[float]:

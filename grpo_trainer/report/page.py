@@ -45,11 +45,7 @@ def report_path(folders: Sequence[Path], output: Path | None) -> Path:
 
 
 def write_report(folders: Sequence[Path], path: Path, *, refresh_seconds: int = 0) -> bool:
-    """Write the page, whole or not at all; returns whether all runs have taken their last step.
-
-    Raises:
-        ConfigError: a folder holds no run.
-    """
+    """Write the page, whole or not at all; return whether all runs took their last step. Errors: see `read_run`."""
     runs = [read_run(folder, may_be_empty=bool(refresh_seconds)) for folder in folders]
     done = all(run.is_done for run in runs)
     html = page(runs, made=datetime.now(), refresh_seconds=0 if done else refresh_seconds)
@@ -188,12 +184,15 @@ def _banner(number: int, run: Run, figures: dict[str, Any]) -> dict[str, Any] | 
 def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> str:
     """Return the whole report: plain HTML, and the data from which the page's scripts draw plots and samples.
 
-    Args:
-        made: when; it is said on the page.
-        refresh_seconds: the browser loads the page again after so long; 0: it does not.
+    The browser loads the page again after `refresh_seconds`, unless they are 0.
     """
+
+    def upright(value: Any) -> Any:
+        """Show characters that turn the direction of text as escapes: text of others is on the page."""
+        return value if hasattr(value, "__html__") else str(value).translate(BIDI)
+
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, finalize=_upright, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, finalize=upright, undefined=jinja2.StrictUndefined
     )
     environment.filters["toml"] = tomli_w.dumps
     figures = [summary(run) for run in runs]
@@ -215,8 +214,3 @@ def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> st
         data=page_data(runs),
         refresh_seconds=refresh_seconds,
     )
-
-
-def _upright(value: Any) -> Any:
-    """Show characters that turn the direction of text as escapes: text of others is on the page."""
-    return value if hasattr(value, "__html__") else str(value).translate(BIDI)

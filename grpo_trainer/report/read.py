@@ -134,14 +134,7 @@ def final_step(folder: Path) -> int | None:
 
 
 def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
-    """Read a run's folder.
-
-    Args:
-        may_be_empty: a run that is only starting has no step yet.
-
-    Raises:
-        ConfigError: it holds no run.
-    """
+    """Read a run's folder; raise a `ConfigError` if it holds no run. One that only starts `may_be_empty`."""
     path, logs = folder / METRICS_FILE, folder / "logs"
     if not path.exists() and not (may_be_empty and folder.is_dir()):
         wanted = "a run's folder (--run-dir, or --log-dir)"
@@ -202,11 +195,9 @@ def read_series(rows: Rows, api_log: Path, own: Sequence[Rows]) -> tuple[dict[st
     """Return every figure of a run over its steps, and what each environment's number stands for.
 
     Keys are those of metrics.jsonl, but `reward/env/NAME` and `reward/env_std/NAME` for an environment's rewards,
-    `eval/NAME/FIGURE` at the step that was evaluated, and `env/NAME/FIGURE` for what an environment wrote itself.
-
-    Args:
-        api_log: the rollout API's; a trainer that was started by hand has none.
-        own: rows of each `env-NAME.metrics.jsonl`; keys begin with that name.
+    `eval/NAME/FIGURE` at the step that was evaluated, and `env/NAME/FIGURE` for what an environment wrote itself: its
+    own rows are those of `env-NAME.metrics.jsonl`, whose keys begin with that name. A trainer that was started by hand
+    has no log of the rollout API.
     """
     registered = REGISTERED.findall(api_log.read_text(errors="replace")) if api_log.exists() else []
     names = {int(number): name for number, name in registered}
@@ -225,7 +216,12 @@ def read_series(rows: Rows, api_log: Path, own: Sequence[Rows]) -> tuple[dict[st
             steps = [step if (value := at.get(step)) is None else value for step in series.steps]
             found.append((evaluation[1], "eval/", f"/{evaluation[2]}", Series(steps, series.values)))
     for each in own:
-        for key, series in _columns(_newest_of_each_step(each)).items():
+        newest: list[Mapping[str, Any]] = []  # without rows of steps that a resumed run took again: the file only grows
+        for row in each:
+            while newest and newest[-1]["step"] >= row["step"]:
+                newest.pop()
+            newest.append(row)
+        for key, series in _columns(newest).items():
             name, _, figure = key.partition("/")
             if figure and not figure.startswith("eval/"):  # metrics.jsonl has these
                 found.append((name, "env/", f"/{figure}", series))
@@ -241,16 +237,6 @@ def _columns(rows: Rows) -> dict[str, Series]:
             found[key].steps.append(row["step"])
             found[key].values.append(value)
     return found
-
-
-def _newest_of_each_step(rows: Rows) -> Rows:
-    """Without rows of steps that a resumed run took again: the file only grows."""
-    kept: list[Mapping[str, Any]] = []
-    for row in rows:
-        while kept and kept[-1]["step"] >= row["step"]:
-            kept.pop()
-        kept.append(row)
-    return kept
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:
@@ -291,8 +277,7 @@ NEWEST_LINES, LOG_BYTES, MOST_OF_LINE = 60, 1 << 20, 400
 def read_events(rows: Rows, logs: Path, secrets: Iterable[str]) -> list[Event]:
     """Return the events of a run's steps, then the newest warnings and errors of each process, equal ones once.
 
-    Args:
-        secrets: of the run's options; they are hidden wherever a log repeats them.
+    Secrets of the run's options are hidden wherever a log repeats them.
     """
     found = [*_of_steps(rows)]
     for path in sorted(logs.glob("*.log")):

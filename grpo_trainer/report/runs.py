@@ -48,11 +48,7 @@ class Listed:
 
 
 def list_runs(folder: Path) -> list[Listed]:
-    """All runs in a folder, the folder itself included; the one that changed last comes first.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
+    """Return all runs in a folder, itself included, the last changed first; raise a `ConfigError` if there is none."""
     if not folder.is_dir():
         raise ConfigError(field="FOLDER", got=folder, wanted="a folder of runs")
     return sorted((_listed(each) for each in _run_folders(folder)), key=lambda run: -run.changed)
