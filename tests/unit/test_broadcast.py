@@ -140,11 +140,11 @@ def test_gathering_is_part_of_the_publish(monkeypatch: pytest.MonkeyPatch) -> No
     """Also if it was done for several servers, before their bridges were asked. Gathering takes 2 s, sending 0.25."""
     now, shards = [100.0], Shards()
 
-    def wait(seconds: float) -> None:
+    def after(seconds: float) -> None:
         now[0] += seconds
 
     def gather(keep: Callable[[Tensor], Tensor]) -> Mapping[str, Tensor]:
-        wait(2.0)
+        after(2.0)
         return shards.gather(keep)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -152,7 +152,7 @@ def test_gathering_is_part_of_the_publish(monkeypatch: pytest.MonkeyPatch) -> No
     server: Any = SimpleNamespace(apply_weights=lambda request: None)
     bridge: Any = BroadcastBridge(NOTHING, NOTHING, weights, server, Path("/x"), 8, "float32")
     bridge.channel = SimpleNamespace(
-        id="one", name="main_memory", is_ahead=True, staging_bytes=0, send=lambda *_: wait(0.25)
+        id="one", name="main_memory", is_ahead=True, staging_bytes=0, send=lambda *_: after(0.25)
     )
     bridge.layout, bridge._info = (
         SimpleNamespace(dtype=torch.float32),
