@@ -140,7 +140,11 @@ class Change:
         return None
 
     def check_parts(self, prompt: list[int]) -> str:
-        """Check on a prompt that the server has each part of the synthetic change; return a note for the log."""
+        """Check on a prompt that the server has each part of the synthetic change; return a note for the log.
+
+        Raises:
+            BridgeError: it lacks one.
+        """
         return ""
 
     def close(self) -> None:

@@ -220,7 +220,10 @@ def head_scores(
     *,
     entropy_gradient: bool = False,
 ) -> TokenScores:
-    """Return scores of the tokens `targets_N`, as `token_scores` does, from the hidden states that predict them."""
+    """Return scores of the tokens `targets_N`, and of `others_NK`, from the hidden states that predict them.
+
+    `temperature_N` divides the logits.
+    """
     weight_VH, bias_V = weight_VH.to(plan.dtype), None if bias_V is None else bias_V.to(plan.dtype)
     if plan.own is not None:
         assert not others_NK.numel(), "teachers' tokens are not looked up in shards"

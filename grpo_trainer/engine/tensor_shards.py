@@ -68,7 +68,11 @@ class ModelShard:
         return whole if (cut := self.cuts.get(name)) is None else _part(whole, cut, self.rank)
 
     def gathered(self, name: str, own: Tensor) -> Tensor:
-        """Return the whole tensor, of the parts that all processes have; all of them call this."""
+        """Return the whole tensor, of the parts that all processes have; all of them call this.
+
+        Raises:
+            PeerGoneError: one of them has ended.
+        """
         if (cut := self.cuts.get(name)) is None:
             return own
         parts = []

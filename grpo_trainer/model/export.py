@@ -103,9 +103,10 @@ def export_model(
 ) -> None:
     """Write weights, configuration, generation configuration if the model came with one, and tokenizer.
 
-    If the model is the text part of another, write the whole one, with the other parts from its files. LoRA is merged
-    in fp32, before the weights are rounded to `dtype`. `tensors` are the weights to write for a model without adapter,
-    by the names of `stored_tensors`; by default its own.
+    `folder` exists and is empty; see `files.whole_folder`, which makes it appear whole or not at all. If the model is
+    the text part of another, write the whole one, with the other parts from its files. LoRA is merged in fp32, before
+    the weights are rounded to `dtype`. `tensors` are the weights to write for a model without adapter, by the names of
+    `stored_tensors`; by default its own.
 
     Raises:
         ModelError: see `stored_tensors`; or a tensor is not finite in `dtype`, merged or not.
@@ -186,6 +187,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer: the files that it was read from, byte for byte, where they are on this machine.
 
     `save_pretrained` of transformers 5 writes files that versions before it do not read; what it writes is corrected.
+    Raise an OSError if a file can't be copied or written.
     """
     if not copy_tokenizer(tokenizer.name_or_path, folder):
         tokenizer.save_pretrained(folder)

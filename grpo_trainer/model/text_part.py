@@ -216,7 +216,7 @@ class OtherParts:
             return {name: files[self._places[name]].get_tensor(name) for name in names}
 
     def copy_processors(self, folder: Path) -> None:
-        """Copy the files that say how images and sounds are read."""
+        """Copy the files that say how images and sounds are read. Raise an OSError if one can't be copied."""
         source = find_folder(self._name)
         for name in PROCESSOR_FILES:
             if source is not None and (source / name).is_file():

@@ -122,6 +122,9 @@ class Divided(ParallelStrategy):
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         """Return a whole tensor of the model. All processes call it."""
 
+    def check(self, samples: Sequence[Tensor]) -> None:
+        """Do nothing: parts differ."""
+
     def mean(self, value: float, weight: float) -> float:
         said = self._world.gather((value, weight))
         return sum(each * share for each, share in said) / sum(share for _, share in said)
@@ -272,9 +275,6 @@ class Shards(Divided):
             part.own.grad = None if gradient is None else gradient.to_local()
             part.whole.grad = None
 
-    def check(self, samples: Sequence[Tensor]) -> None:
-        """Do nothing: shards differ."""
-
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -383,6 +383,8 @@ def hold(
     before_measuring: Callable[[], None] = lambda: None,
 ) -> ParallelStrategy:
     """Return this process's holding of a model, whole or sharded already, with the forward pass ready for steps.
+
+    `trained` are the model's trained parameters, in the model's order: optimizer states are saved by their numbers.
 
     Raises:
         ConfigError: the model is sharded, and its layers can't be called by themselves.

@@ -166,7 +166,8 @@ def judge(
     the loss of a group that is `excess` versions above the limit by `1 / (1 + excess)`; the batch's normaliser does not
     change. A group that a proof's synthetic weights have sampled, while a trainer started again, is always left out.
 
-    `version` is that of the weights that are about to be trained. An age up to `limit` has no consequences.
+    `version` is that of the weights that are about to be trained. An age up to `limit` has no consequences; None:
+    there is no limit. `numbering` has the jumps of version numbers, which are no updates.
     """
     shares: list[float] = []
     kept: list[Group] = []

@@ -431,6 +431,7 @@ class Checkpoints:
         random.setstate(generators["python"])
         name, keys, *rest = generators["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        # A checkpoint that was made without a GPU has no GPU's generator.
         if "cuda" in generators and self._device.type == "cuda":
             torch.cuda.set_rng_state(generators["cuda"].clone(), self._device)
 

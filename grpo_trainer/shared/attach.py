@@ -46,7 +46,11 @@ WITHOUT_EFFECT: Final = frozenset(
 
 
 def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
-    """Return the model without weights, built from the trainer's own options without asking a server."""
+    """Return the model without weights, built from the trainer's own options without asking a server.
+
+    Raises:
+        ConfigError, ModelError: see `check_model`, `_check_shareable` and `check_attention`.
+    """
     found = check_model(model_config.model_name)
     _check_shareable(found, model_config.model_name)
     check_attention(found, model_config.attention)
@@ -139,7 +143,7 @@ def check_same_model(served: str, own: str) -> Any:
 
 
 def server_device(config: BridgeConfigFile, wanted: torch.device) -> torch.device:
-    """Return the server's device, numbered as this process sees it.
+    """Return the server's device, numbered as this process sees it; "cuda" without a number asks for the server's GPU.
 
     Raises:
         BridgeError: `--device` is another device, or the trainer does not see the server's.

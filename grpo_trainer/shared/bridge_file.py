@@ -34,7 +34,8 @@ def read_bridge_config(path: Path, rank: int = 0, ranks: int = 1) -> BridgeConfi
     """Read the file, or the one in the folder.
 
     The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart. If
-    the weights are sharded over `ranks` trainer processes, the server has as many workers.
+    the weights are sharded over `ranks` trainer processes, the server has as many workers; this process shares those of
+    worker `rank`.
 
     Raises:
         BridgeError: the file is not usable.

@@ -34,8 +34,9 @@ class ServerFence:
     def hold(self, boot_id: str, version: int, seconds: float) -> Iterator[str]:
         """Keep the server from reading its weights within the block; afterwards it generates with them as `version`.
 
-        If the block fails, the server learns that its weights are torn, and refuses to generate until the next update.
-        After the time limit of `seconds`, too, they count as torn. The block gets the update's token.
+        `boot_id` is that of the server that is meant: another one at its address refuses. If the block fails, the
+        server learns that its weights are torn, and refuses to generate until the next update. After the time limit of
+        `seconds`, too, they count as torn. The block gets the update's token.
 
         Raises:
             BridgeError: the server confirms another version.

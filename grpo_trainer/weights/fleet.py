@@ -76,7 +76,8 @@ class Fleet(WeightBridge):
     one: the next batch needs completions.
 
     If several processes have parts of the weights, all of them call the fleet together; they have the same lists,
-    because only rank 0 reads files and clocks. `weights` None: one process has all that is sent.
+    because only rank 0 reads files and clocks. `weights` None: one process has all that is sent. `config.roster` is the
+    run's folder of servers; None: the list never changes.
     """
 
     def __init__(self, config: Server, open_bridge: OpenBridge, weights: PresentWeights | None = None) -> None:

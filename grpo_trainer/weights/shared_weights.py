@@ -254,7 +254,7 @@ class SharedBridge(WeightBridge):
         self.finish_kernels()  # so that the server does not pause for kernels queued earlier
         self.world.barrier()
         try:
-            self.world.lead(lambda: self._each(lambda url, _: self._fences[url].begin(boots[url], seconds)))
+            self.world.lead(lambda: self._open(boots, seconds))
             yield
             self.finish_kernels()
             self.world.barrier()  # no server resumes before all ranks have written
@@ -265,6 +265,10 @@ class SharedBridge(WeightBridge):
             raise
         self._metrics = self.world.lead(lambda: self._close(version))
         self._version = version
+
+    def _open(self, boots: Mapping[str, str], seconds: float) -> None:
+        """Pause all servers. The other ranks get nothing: an update's token is rank 0's."""
+        self._each(lambda url, _: self._fences[url].begin(boots[url], seconds))
 
     def _close(self, version: int) -> dict[str, Metric]:
         """Let all servers resume, and return the largest of each of their figures."""
