@@ -29,12 +29,13 @@ class LockedMemory:
 
     def __init__(self, size: int = 0, *, shared: bool = False) -> None:
         self.name = ""
-        """Of the file that it is, if it can be mapped. It is in no folder; the last process that closes it frees it."""
+        """Of the file that it is, if it can be mapped. It is in no folder; the last process that closes it frees it. Else
+        empty, as `path`."""
         self.path = ""
         """Opens this file as long as this object or one of its tensors is there."""
         file = self._file(size) if shared else None
         self._bytes: NDArray[np.uint8] = np.empty(size, np.uint8) if file is None else file
-        self.address = self._bytes.ctypes.data
+        self.address = self._bytes.ctypes.data  # of its first byte
         self._bytes.fill(0)  # allocates the pages before they are locked: slow, and CUDA would be blocked meanwhile
         self._start = 0
         self.is_locked = bool(size) and torch.cuda.is_available() and page_lock(self._bytes)

@@ -190,10 +190,13 @@ def links_in_words() -> str:
         with _nvml():
             handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
             for (one, first), (other, second) in combinations(enumerate(handles), 2):
-                words = LINKS[pynvml.nvmlDeviceGetTopologyCommonAncestor(first, second)]
+                nvlink: int | None = None
                 with _if_supported():  # GPUs without NVLink
                     nvlink = pynvml.nvmlDeviceGetP2PStatus(first, second, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-                    words = "NVLink" if nvlink == pynvml.NVML_P2P_STATUS_OK else words
+                if nvlink == pynvml.NVML_P2P_STATUS_OK:
+                    words = "NVLink"  # a machine may tell of no other links
+                else:
+                    words = LINKS[pynvml.nvmlDeviceGetTopologyCommonAncestor(first, second)]
                 pairs[words].append(f"{one} and {other}")
     except pynvml.NVMLError as error:
         return f"their links are unknown: {error}"

@@ -210,6 +210,8 @@ class Devices:
         """
         if server.gpus is None:
             return self.first(server.degree * server.replicas)
+        if not server.gpus:
+            return []
         named, visible = [name.strip() for name in server.gpus.replace(";", ",").split(",")], self.visible or ()
         if self._numbers is not None and all(name.isdecimal() for name in named):
             return [int(name) for name in named]

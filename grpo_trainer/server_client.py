@@ -296,7 +296,11 @@ def answers(url: str, seconds: float = 2.0) -> bool:
 
 
 def wait_for_servers(config: Server, check_stop: Callable[[], None]) -> None:
-    """Wait until all servers answer, which they do once they have allocated their memory; see `wait_until_ready`."""
+    """Wait until all servers answer, which they do once they have allocated their memory.
+
+    Raises:
+        ServerError: one did not answer within `--server.startup-timeout`.
+    """
     for each in config.each:
         with closing(ServerClient(each, check_stop)) as client:
             client.wait_until_there()

@@ -60,7 +60,11 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
 
 
 def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
-    """Write model and tokenizer into a folder unless they exist; raise a `ConfigError` if it has others, or files."""
+    """Write model and tokenizer into a folder unless they exist.
+
+    Raises:
+        ConfigError: the folder has another model, or other files.
+    """
     import torch
     from transformers import AutoConfig
 

@@ -218,7 +218,11 @@ class AdapterFile:
 
 
 def read_adapter(path: Path) -> AdapterFile:
-    """Read the checkpoint in a folder, or raise a `ConfigError` with every reason why vLLM could not serve it."""
+    """Read the checkpoint in a folder.
+
+    Raises:
+        ConfigError: it is missing or damaged; or vLLM could not serve it, with every reason.
+    """
     try:
         config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):

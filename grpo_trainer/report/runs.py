@@ -48,7 +48,11 @@ class Listed:
 
 
 def list_runs(folder: Path) -> list[Listed]:
-    """Return all runs in a folder, itself included, the last changed first; raise a `ConfigError` if there is none."""
+    """Return all runs in a folder, itself included, the last changed first.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     if not folder.is_dir():
         raise ConfigError(field="FOLDER", got=folder, wanted="a folder of runs")
     return sorted((_listed(each) for each in _run_folders(folder)), key=lambda run: -run.changed)

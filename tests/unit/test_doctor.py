@@ -469,6 +469,15 @@ def test_gpus_that_are_hidden_or_in_use(monkeypatch: pytest.MonkeyPatch) -> None
     assert "MIG" in list_gpus(None)[2]
 
 
+def test_nvlink_is_named_where_no_other_link_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    Nvml(monkeypatch)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTopologyCommonAncestor", unsupported)
+    assert "NVLink" in links_in_words()
+
+
 def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(code: int) -> None:
         def refuse() -> None:
