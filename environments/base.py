@@ -93,7 +93,7 @@ class Measures:
                 self._values[name].append(float(value))
 
     def accepts(self, name: str, value: float, taken: tuple[str, ...] = ()) -> bool:
-        """Return whether a value is finite, and its name does not begin as a taken one; else log an error once."""
+        """Return whether a value is finite and its name begins as no taken one; else log an error, once a name."""
         if name.startswith(taken):
             problem = f"got its name, wanted one that does not begin with {' or '.join(taken)}"
         elif not math.isfinite(value):

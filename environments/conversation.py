@@ -143,7 +143,8 @@ class Conversation:
         return ids[1:] if self._ended and ids[:1] == [last] else ids
 
     def _ids_after(self, marker: str, messages: Sequence[Message], *, answered: bool) -> list[int]:
-        """Return the tokens of what the template writes after a marker. Raise ConfigError if it does not write it.
+        """Return the tokens of what the template writes after a marker. Raise ConfigError if it does not write it, and
+        PromptRefused if it refuses the messages.
 
         The turn's end token stands before the text while it is tokenised: some tokenizers put a space before the first
         word of a text.

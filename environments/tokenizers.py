@@ -92,7 +92,7 @@ def turn_end(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any] 
 def with_system_prompt(
     tokenizer: "PreTrainedTokenizerBase", prompt: str | Sequence[Message], system: str | None
 ) -> str | list[Message]:
-    """Return a prompt whose system message, if it has one, is replaced by `system`; None: it stays as it is.
+    """Return a prompt whose system message, if it has one, is replaced by `system`; empty: removed; None: kept.
 
     Text becomes a user's message if there is a system prompt and the model has a chat template. Without a chat
     template the system prompt stands before the text.

@@ -29,8 +29,8 @@ class LockedMemory:
 
     def __init__(self, size: int = 0, *, shared: bool = False) -> None:
         self.name = ""
-        """Of the file that it is, if it can be mapped. It is in no folder; the last process that closes it frees it. Else
-        empty, as `path`."""
+        """Of the file that it is, if it can be mapped, else empty. It is in no folder; the last process that closes it
+        frees it."""
         self.path = ""
         """Opens this file as long as this object or one of its tensors is there."""
         file = self._file(size) if shared else None

@@ -111,7 +111,7 @@ class Front(Loopback):
     """Serves OpenAI's completions on this machine. `ask` sends a body to a path of an inference server.
 
     Agents may call the model by `names`, or `policy`. Sequences have up to `longest` tokens, answers up to
-    `max_tokens`. `variables` are of the chat template.
+    `max_tokens`. `sampling` has the keys of episodes, unless `open` has others. `variables` are of the chat template.
     """
 
     def __init__(

@@ -132,7 +132,8 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     async def collect_trajectories(self, item: Any) -> wire.ScoredData | None:
         """Return `group_size` rollouts of a task. One that fails, also when it is retried, is lost alone.
 
-        Errors are raised only after all rollouts have ended: the library's may hang when they are cancelled.
+        Raise RolloutFailed if all failed, and errors only after all rollouts have ended: the library's may hang when
+        they are cancelled.
         """
         plays = (self._play(item) for _ in range(self.config.group_size))
         played = await asyncio.gather(*plays, return_exceptions=True)

@@ -327,7 +327,7 @@ class InferenceClient:
         return completions
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """Return for each position but the first the `top_k` likeliest tokens and the actual one."""
+        """Return for each position but the first the `top_k` likeliest tokens and the own one; raise as `generate`."""
         kind = await self._known_kind()
         async with self._slots:
             return await kind.prompt_logprobs(self._peer, token_ids, top_k)
@@ -349,7 +349,7 @@ class InferenceClient:
         await self._peer.close()
 
     async def detected(self) -> Kind:
-        """Return the kind of the server. Requests that wait for it share one detection, and its error."""
+        """Return the kind of the server; raise as `detect`. Requests that wait share one detection, and its error."""
         if self._kind is None:
             known = self._detecting
             if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):

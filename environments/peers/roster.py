@@ -71,6 +71,7 @@ class ListedServers:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        """Return `n` completions, all of one server and one policy version."""
         return await self._ask(n, lambda client: client.generate(prompt_token_ids, n, sampling))
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:

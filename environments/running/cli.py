@@ -195,8 +195,8 @@ def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
 
 
 async def process(env: BaseEnv[Any, Any], groups: int) -> None:
-    """Write scored groups to the file in the settings. Raise ConfigError if it can't be written, EnvironmentFailed if
-    there are not enough items."""
+    """Write scored groups to the file in the settings. Raise ConfigError if none is set or it can't be written, and
+    EnvironmentFailed if there are not enough items."""
     path = env.config.data_path_to_save_groups
     if path is None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")

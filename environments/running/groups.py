@@ -182,7 +182,11 @@ class GroupMaker:
         return group if reason is None else None
 
     def lose(self, reason: str, trouble: object, *, is_logged: bool = False) -> None:
-        """Count a lost group, and log the first one of a reason; raise EnvironmentFailed after `LOST_IN_A_ROW`."""
+        """Count a lost group, and log the first one of a reason since the last step.
+
+        Raises:
+            EnvironmentFailed: `LOST_IN_A_ROW` groups were lost one after the other.
+        """
         if not is_logged and not self._dropped[reason]:
             log.warning("%s", trouble)
         self._dropped[reason] += 1

@@ -26,6 +26,7 @@ from grpo_common.errors import UserError
 
 if TYPE_CHECKING:
     from environments.base import BaseEnv
+    from environments.peers.http import Answer
 from environments.peers.inference import Completion, Sampling
 
 REPORT_VARIABLE: Final = "GRPO_TRIAL_REPORT"
@@ -44,12 +45,16 @@ class NeedsServer(UserError, RuntimeError):
 
 
 class NoServer:
-    """Stands in for the inference server: each request raises `NeedsServer`."""
+    """Stands in for the inference server: each request raises `NeedsServer`, and a wrong call a TypeError as there."""
 
-    async def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
         raise NeedsServer("a trial has no server")
 
-    generate = prompt_logprobs = ask = _refuse
+    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        raise NeedsServer("a trial has no server")
+
+    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
+        raise NeedsServer("a trial has no server")
 
     async def close(self) -> None:
         return

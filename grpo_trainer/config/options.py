@@ -192,7 +192,8 @@ Layer = dict[str, Given]
 def read(root: type[Section], problems: list[Problem], *tables: Mapping[str, Any]) -> Layer:
     """Return the values of a file or a command line, given by any of an option's names, with dashes or underscores.
 
-    Values of a table may be nested. `problems` gets one for each unknown name, suggesting the nearest, and for two values of one option.
+    Values of a table may be nested. `problems` gets one for each unknown name, suggesting the nearest, and for two
+    values of one option.
     """
     known, found = by_name(root), Layer()
     nested = {option.path[0] for option in options_of(root) if len(option.path) > 1}

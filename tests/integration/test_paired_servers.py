@@ -35,6 +35,7 @@ pytestmark = pytest.mark.timeout(600)
 
 WIDE = 1 << 15
 """Columns of the MLP. The weights take 50 MB, so that a copy shows in a process's memory."""
+OF_PAIRS = pytest.mark.parametrize("servers", ["pairs"], indirect=True)
 OF_SHARDS = pytest.mark.parametrize("servers", ["shards"], indirect=True)
 
 
@@ -129,6 +130,24 @@ def test_ranks_that_differ(two: SharedContract) -> None:
     two.finds_ranks_that_differ()
 
 
+@OF_PAIRS
+def test_two_ranks_in_the_memory_of_one_server_are_refused(two: SharedContract) -> None:
+    with two.attached("another's server") as made, pytest.raises(BridgeError) as refused:
+        made.bridge.connect(0)
+    assert refused.value.field == "boot_id"
+
+
+@OF_PAIRS
+def test_servers_with_weights_of_different_versions_are_refused(two: SharedContract) -> None:
+    """The second server gets a step more, by another trainer: the pairs then hold different versions."""
+    with SharedContract(two.servers[1:], two.folder).attached() as made:
+        made.bridge.connect(0)
+        assert made.step()
+    with two.attached() as made, pytest.raises(BridgeError) as refused:
+        made.bridge.connect(0)
+    assert refused.value.field == "version"
+
+
 @OF_SHARDS
 def test_a_completion_ends_at_any_of_many_stop_ids(servers: list[Serving]) -> None:
     """The workers are processes of their own, to which requests are sent."""
@@ -159,6 +178,16 @@ def test_a_trainer_that_does_not_know_of_the_shards_is_refused(servers: list[Ser
 
 
 # ---------------------------------------------------------------- whole runs
+
+
+def test_a_run_of_two_pairs_resumes_with_one(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, options = tmp_path / "run", of_mode("shared_vllm")
+    run(demo_model, run_dir, **options, trainer_gpus=2)
+    done = run(demo_model, run_dir, **options, training_steps=5, resume="auto")
+    assert [row["step"] for row in done] == [1, 2, 3, 4, 5]
+    assert_fresh(done)
+    said = (run_dir / "logs" / "trainer-1.log").read_text()
+    assert "Single-copy mode active" in said and "bridge proved" in said
 
 
 def test_two_adapters_over_the_bases_of_two_servers(demo_model: Path, tmp_path: Path) -> None:

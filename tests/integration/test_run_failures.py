@@ -65,6 +65,10 @@ def test_ctrl_c_during_a_relaunch_ends_all_and_keeps_the_run(demo_model: Path, t
     assert newest(run_dir) == 2
 
 
+def delete_queue(run_dir: Path) -> None:
+    (run_dir / "queue.sqlite").unlink()
+
+
 def delete_run(run_dir: Path) -> None:
     """Whole, however much is written into it meanwhile."""
     run_dir.rename(run_dir.with_name("deleted"))
@@ -73,10 +77,7 @@ def delete_run(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("delete", "names"),
-    [
-        (lambda run_dir: (run_dir / "queue.sqlite").unlink(), r"^api: .*--store {}/queue\.sqlite"),
-        (delete_run, r"^--run-dir {}: "),
-    ],
+    [(delete_queue, r"^api: .*--store {}/queue\.sqlite"), (delete_run, r"^--run-dir {}: ")],
 )
 def test_run_without_queue_or_folder(
     demo_model: Path, tmp_path: Path, delete: Callable[[Path], None], names: str
@@ -91,6 +92,35 @@ def test_run_without_queue_or_folder(
     assert f"grpo run --resume {run_dir}" in log.read_text()
     assert (step := newest(run_dir)) >= 3
     assert trained(demo_model, run_dir, training_steps=step + 1, resume="auto")[-1]["step"] == step + 1
+
+
+def test_without_its_adapters_or_a_checkpoint_a_run_goes_on(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    options = {**LONG, "lora_transport": "disk"}
+    with started(demo_model, run_dir, log, **options) as process:
+        wait_for_step(run_dir, 2, process, log)
+        process.send_signal(signal.SIGINT)
+        assert finished(process, log, 60) == 130, tail(log)
+    saved = run_dir / "checkpoints" / f"adapter_step_{newest(run_dir)}"
+    step = rows(run_dir)[-1]["step"]
+    log.unlink()
+    with started(demo_model, run_dir, log, **options, resume="auto") as process:
+        wait_for_step(run_dir, step + 1, process, log)
+        members = family(process.pid)
+        shutil.rmtree(saved)
+        (run_dir / "adapters").rename(tmp_path / "deleted")  # at once, although it is being written to
+        wait_for_step(run_dir, step + 6, process, log)
+        wait_for("a later checkpoint is whole", lambda: newest(run_dir) > step, log)
+        again = newest(run_dir)
+        wait_for_step(run_dir, again + 1, process, log)
+        process.send_signal(signal.SIGINT)
+        assert finished(process, log, 60) == 130, tail(log)
+    assert step < again < rows(run_dir)[-1]["step"]
+    warned = [line for line in log.read_text().splitlines() if line.startswith("trainer: ") and "WARNING" in line]
+    assert len([line for line in warned if str(saved) in line]) == 1, warned
+    assert 1 <= len([line for line in warned if str(run_dir / "adapters") in line]) <= 2, warned
+    assert (run_dir / "adapters").is_dir()
+    assert_ended_with(log, "SIGINT", members, run_dir)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def refused(server: Serving, route: str, body: object) -> str:
     ("sampling", "field"),
     [
         ({"seed": 2**70}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"seed": 2**70, "stream": True}, "seed"),
         ({"prompt": {"prompt_token_ids": [1, 2**63]}}, "prompt"),
         ({"stop_token_ids": [[2**64]]}, "stop_token_ids"),

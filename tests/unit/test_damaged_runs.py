@@ -413,6 +413,7 @@ def test_held_folder_second_trainer(tmp_path: Path, held: Callable[[Path], subpr
     assert content(tmp_path) == before
     holder.kill()
     holder.wait()
-    for place in (folder, tmp_path / "another", folder):
-        with held_folder(place, "--save-path"):
-            pass
+    with held_folder(folder, "--save-path"), held_folder(tmp_path / "another", "--save-path"):
+        pass
+    with held_folder(folder, "--save-path"):
+        pass

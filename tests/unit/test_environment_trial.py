@@ -96,6 +96,7 @@ CUT = (
     "from environments.peers.inference import Sampling\n"
     f"{CAPITALS}\n    def sampling(self, room):\n        return Sampling(room, top_p=0.9)\n"
 )
+ASKS = "        await self.server.ask('/v1/models')\n"
 EVALUATES = (
     CAPITALS
     + """
@@ -149,11 +150,15 @@ def tried_here(code: str, model: Path, monkeypatch: pytest.MonkeyPatch, *options
         (CUT, ["Capitals: sampling()", "top_p=0.9", "evaluate()"]),
         (EVALUATES.replace("fmean(", "no_mean("), ["evaluate()", "mine.py:18", "NameError"]),
         (EVALUATES.replace("self.score_group(", "self.no_score("), ["evaluate()", "mine.py:22", "no_score"]),
+        (
+            CAPITALS.replace("def setup", "async def setup").replace("        self.items", f"{ASKS}        self.items"),
+            ["setup()", "mine.py:6", "TypeError", "body"],
+        ),
         (CAPITALS, ["--env.tokenizer_name", "ids below 5"]),
     ],
     ids=[
         *("no_class", "two_classes", "syntax", "typo_in_score", "prompt", "setup", "no_score", "no_items", "no_number"),
-        *("import", "no_room", "top_p", "evaluate", "each_row", "unknown_token"),
+        *("import", "no_room", "top_p", "evaluate", "each_row", "wrong_request", "unknown_token"),
     ],
 )
 def test_trial_names_the_wrong_line(model: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: list[str]) -> None:

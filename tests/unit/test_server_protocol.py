@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +19,7 @@ from safetensors.torch import load, save
 
 from tests.unit.factories import refusing
 from vllm_server import protocol
-from vllm_server.protocol import group
+from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadRequest, group
 from vllm_server.protocol.flat import HEADER_LIMIT, ITEM_SIZES, decode_header, encode_header, lay_out
 from vllm_server.protocol.group import Communicator, NcclError, unique_id
 from vllm_server.worker.channels import AdapterFiles
@@ -47,6 +48,42 @@ def test_unservable_rank_names_the_legal_ones(rank: int) -> None:
         protocol.servable_rank(rank)
     numbers = [int(number) for number in re.findall(r"-?\d+", str(error.value))]
     assert numbers == [rank, 1, 512, *protocol.LEGAL_LORA_RANKS]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"n": 1}, "`prompt`"),
+        ({"prompt": 5}, r"`int` .*`\$.prompt`"),
+        ({"prompt": {"prompt_tokens": [1]}}, "prompt_token"),
+        ({"prompt": "x", "policy_version": "new"}, r"`\$.policy_version`"),
+    ],
+)
+def test_a_wrong_routing_key_is_named(body: dict[str, object], message: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=message):
+        GenerateRequest.from_body(body)
+
+
+def test_logprobs_on_the_wire_are_keyed_by_text_and_keep_their_order() -> None:
+    answer = GenerateResponse(
+        text=["a"],
+        prompt="q",
+        finish_reasons=["stop"],
+        policy_version=3,
+        model="policy-v3",
+        prompt_token_ids=[9],
+        token_ids=[[7]],
+        logprobs=[[[{7: -0.5, 3: -0.25}]]],
+    )
+    wire = msgspec.json.encode(answer)
+    assert b'"logprobs":[[[{"7":-0.5,"3":-0.25}]]]' in wire
+    assert b"prompt_logprobs" not in wire
+    assert msgspec.json.decode(wire, type=GenerateResponse) == answer
+
+
+def test_a_load_request_with_a_typo_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="`adapter_nmae`"):
+        msgspec.json.decode(b'{"adapter_path": "/a", "adapter_nmae": "x"}', type=LoraLoadRequest)
 
 
 names = st.text(min_size=1, max_size=30).filter(lambda name: name != "__metadata__" and name.isprintable())
