@@ -52,7 +52,7 @@ def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], o
     workers = int(options.get("tensor_parallel_size", 1))
     address = f"tcp://127.0.0.1:{meeting}"
     own = {"trainer_rank": str(rank), "world_size": str(len(ports) * workers), "init_method": address}
-    config = settings(model, folder, ports, **own, **options)
+    config = settings(model, folder, ports[::-1] if fault == "another's server" else ports, **own, **options)
     world = meet(config, address) if on_one_gpu else join(config, on_gpu=torch.cuda.is_available())
     seen: dict[str, Any] = {}
     try:
@@ -125,8 +125,7 @@ def plant(fault: str, trainer: Trainer, policy: SharedWeights) -> None:
         case "dies after the fence":
             holding.check = lambda _: os._exit(DIED)  # type: ignore[method-assign]
         case "writes other weights":
-            norm = policy.model.get_parameter("model.norm.weight")  # all ranks have it whole
-            before(holding, "finish_update", lambda: norm.data.add_(0.1))
+            before(holding, "finish_update", lambda: write_another_norm(policy))
         case "another worker's matrix":
             bind_to_another(policy)
         case _:
@@ -148,6 +147,12 @@ def exchanged_shards() -> Any:
     """Each of two ranks attaches to the other's worker."""
     of_rank = BridgeConfigFile.of_rank
     return mock.patch.object(BridgeConfigFile, "of_rank", lambda file, rank: of_rank(file, 1 - rank))
+
+
+@torch.no_grad()
+def write_another_norm(policy: SharedWeights) -> None:
+    """Change a parameter that all ranks have whole."""
+    policy.model.get_parameter("model.norm.weight").add_(0.1)
 
 
 def bind_to_another(policy: SharedWeights) -> None:
