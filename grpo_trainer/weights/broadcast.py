@@ -149,13 +149,13 @@ class BroadcastBridge(WeightBridge):
     """UUIDs of the GPUs of several trainer processes."""
     world: World = field(default_factory=World)
     """The processes over which the weights are sharded; all call this bridge together."""
-    channel: Channel | None = None
-    layout: ModelLayout | None = None
+    channel: Channel | None = field(default=None, init=False)
+    layout: ModelLayout | None = field(default=None, init=False)
     """How the weights travel in the channel."""
-    proved: Proved | None = None
+    proved: Proved | None = field(default=None, init=False)
     """Result of the proof; None: no proof ran."""
-    _info: BridgeInfo | None = None
-    _version: int = 0
+    _info: BridgeInfo | None = field(default=None, init=False)
+    _version: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._fence = ServerFence(self.server, self.config.in_flight)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -83,11 +83,11 @@ class LoraSwap(WeightBridge):
     """Folder in which the channel `disk` writes; the server's --lora-root."""
     seq_len: int
     """Longest sequence of the training, which the server must be able to serve."""
-    proved: Proved | None = None
+    proved: Proved | None = field(default=None, init=False)
     """Result of the proof; None: no proof ran."""
-    channel: Channel | None = None
-    _way: Way | None = None
-    _published: int | None = None
+    channel: Channel | None = field(default=None, init=False)
+    _way: Way | None = field(default=None, init=False)
+    _published: int | None = field(default=None, init=False)
 
     def close(self) -> None:
         try:
