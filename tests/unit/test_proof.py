@@ -287,8 +287,9 @@ def rounding(number: int) -> Tensor:
     return torch.randn(TOKENS, generator=torch.Generator().manual_seed(number))
 
 
-def looked(sizes: Tensor, absent: tuple[int, ...] = (), seed: int = 0) -> Presence:
-    """The findings for modules with effects of `sizes` rounding errors, if the server lacks those in `absent`."""
+def looked(sizes: Tensor, absent: tuple[int, ...] = (), seed: int = 0, outlier: float = 0.0) -> Presence:
+    """The findings for modules with effects of `sizes` rounding errors, if the server lacks those in `absent`, and if
+    the trainer's whole pass has an `outlier` in one token."""
     effects_MN = sizes[:, None] * torch.randn(MODULES, TOKENS, generator=torch.Generator().manual_seed(10_000 + seed))
 
     def logprobs(present_M: Tensor) -> Tensor:
@@ -297,7 +298,8 @@ def looked(sizes: Tensor, absent: tuple[int, ...] = (), seed: int = 0) -> Presen
 
     def logprobs_without(names: Sequence[str]) -> Tensor:
         whole_M, none_M = torch.ones(MODULES), functional.one_hot(torch.tensor(list(map(int, names))), MODULES)
-        return torch.stack([logprobs(whole_M), *(logprobs(whole_M - each_M) for each_M in none_M)])
+        first = functional.one_hot(torch.tensor(3), TOKENS) * outlier
+        return torch.stack([logprobs(whole_M) + first, *(logprobs(whole_M - each_M) for each_M in none_M)])
 
     served_M = torch.ones(MODULES)
     served_M[list(absent)] = 0.0
@@ -313,11 +315,21 @@ def test_presence_rounding_errors_are_no_missing_module(size: float, seed: int) 
     assert (found.wrong, found.seen) == ((), 0 if size < 1.0 else MODULES)
 
 
-@pytest.mark.parametrize("absent", [(7,), (7, 90), (7, 90, 150)])
-def test_presence_finds_effects_a_little_larger_than_rounding(absent: tuple[int, ...]) -> None:
-    found = looked(torch.full((MODULES,), 4.0), absent)
+@pytest.mark.parametrize("outlier", [0.0, 60.0], ids=["normal errors", "one huge error"])
+@pytest.mark.parametrize("absent", [(), (7,), (7, 90), (7, 90, 150)])
+def test_presence_finds_effects_a_little_larger_than_rounding(absent: tuple[int, ...], outlier: float) -> None:
+    """One token's error in the trainer's whole pass, which is in each effect, hides nothing and is no finding."""
+    found = looked(torch.full((MODULES,), 4.0), absent, outlier=outlier)
     assert {int(name) for name, _ in found.wrong} == set(absent)
     assert all(served < 0.5 for _, served in found.wrong)
+
+
+def test_presence_finds_an_effect_on_few_tokens() -> None:
+    """As that of a mixture's expert, with a server that rounds as the trainer does."""
+    effect_N = torch.zeros(TOKENS)
+    effect_N[::20] = torch.arange(1.0, 15.0)
+    found = look_for_each_module(["a"], -effect_N, lambda names: torch.stack([0 * effect_N, -effect_N]), at_once=1)
+    assert found.wrong == (("a", 0.0),)
 
 
 @pytest.mark.parametrize("few_kernels", [False, True], ids=["PEFT's layers", "few kernels"])
