@@ -157,27 +157,11 @@ def test_supervisor_runs_to_the_end(tmp_path: Path) -> None:
     assert said.startswith("$ ") and "Step 1 200" in said and "noise" in said
 
 
-@pytest.mark.parametrize(("asked_with", "seconds"), [("secret", 60), ("another", 3600)])
-def test_supervisor_asks_a_real_api_with_the_key(tmp_path: Path, asked_with: str | None, seconds: float) -> None:
-    """One that refuses the key ends the run at once."""
+def test_supervisor_server_that_refuses_the_key_ends_the_run_at_once(tmp_path: Path) -> None:
     port = free_port()
-    api = ProcessSpec(
-        name="api",
-        argv=(sys.executable, "-m", "environments.api", "--port", str(port)),
-        env={"ROLLOUT_API_KEY": "secret"},
-        ready_url=f"http://127.0.0.1:{port}/",
-        ready_key=asked_with,
-        ready_timeout=seconds,
-        restarts="api",
-    )
-    if asked_with == "secret":
-        with Recorded(tmp_path) as supervisor:
-            supervisor.run([[api], [trainer("print('Step 1')")]])
-        assert supervisor.echoed == ["Step 1"]
-        return
-    error = failed(tmp_path, api, trainer(SLEEPER))
-    assert error.field == "api" and "401" in error.got
-    assert "secret" not in str(error) and "another" not in str(error)
+    options = {"ready_url": f"http://127.0.0.1:{port}/", "ready_key": "another", "ready_timeout": 3600}
+    error = failed(tmp_path, spec("server", SERVER, str(port), "locked", **options), trainer(SLEEPER))
+    assert error.field == "server" and "401" in error.got and "another" not in str(error)
 
 
 def test_supervisor_shows_what_a_start_waits_for(tmp_path: Path) -> None:
