@@ -259,20 +259,14 @@ async def test_publisher_unloads_now_or_when_idle(made: Publishing) -> None:
 
 def test_publish_tells_missing_and_damaged_files_apart(tmp_path: Path) -> None:
     publisher = make_publisher(tmp_path)
-    with pytest.raises(ServeError) as missing:
-        asyncio.run(load(publisher, str(tmp_path / "nothing")))
-    assert missing.value.status == 404
+    assert refusal(publisher, str(tmp_path / "nothing")).status == 404
     weights = Path(save_adapter(tmp_path / "1")) / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ServeError) as damaged:
-        asyncio.run(load(publisher, str(tmp_path / "1")))
-    size = weights.stat().st_size
-    assert (damaged.value.status, damaged.value.field) == (422, weights.name)
-    assert f"{size} of {size + 1} bytes" in damaged.value.got
+    damaged, size = refusal(publisher, str(tmp_path / "1")), weights.stat().st_size
+    assert (damaged.status, damaged.field) == (422, weights.name) and f"{size} of {size + 1} bytes" in damaged.got
     weights.unlink()
-    with pytest.raises(ServeError) as gone:
-        asyncio.run(load(publisher, str(tmp_path / "1")))
-    assert gone.value.status == 404 and weights.name in gone.value.got
+    gone = refusal(publisher, str(tmp_path / "1"))
+    assert gone.status == 404 and weights.name in gone.got
 
 
 def refusal(publisher: Publisher, path: str, **more: Any) -> ServeError:

@@ -257,12 +257,8 @@ class Servers:
         served = {member.url: Served(member.boot, 1) for member in read_members(self.servers)}
         (self.servers / "served.json").write_bytes(msgspec.json.encode(served))
 
-    @staticmethod
-    def until(done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
-        while not done():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    def until(self, done: Callable[[], bool]) -> None:
+        wait_for("the list of servers", done, self.folder / "logs" / "server.log", 20)
 
 
 def test_servers_killed_one_comes_back_and_is_left_out_at_last(tmp_path: Path) -> None:
@@ -338,11 +334,12 @@ def test_a_run_that_is_over_answers_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "requests").iterdir())
 
 
-def test_a_request_that_is_withdrawn_or_unreadable_does_not_end_a_run(tmp_path: Path) -> None:
+def test_a_request_that_is_withdrawn_unreadable_or_newer_does_not_end_a_run(tmp_path: Path) -> None:
     folder = tmp_path / REQUESTS
     folder.mkdir()
     drops = {name: msgspec.json.encode(Request("drop", f"http://{name}:1")) for name in ("b", "c")}
-    for name, content in {"a": b"{", "a2": b"[" * 100_000, **drops}.items():
+    newer = msgspec.json.encode(Request("drop", "http://d:1", format=2))
+    for name, content in {"a": b"{", "a2": b"[" * 100_000, **drops, "d": newer}.items():
         (folder / f"{name}.json").write_bytes(content)
     obeyed: list[str | None] = []
 
@@ -353,8 +350,9 @@ def test_a_request_that_is_withdrawn_or_unreadable_does_not_end_a_run(tmp_path: 
 
     answer_all(tmp_path, obey)
     assert obeyed == ["http://b:1"]
-    answers = {path.stem: msgspec.json.decode(path.read_bytes(), type=Answer).done for path in folder.iterdir()}
-    assert answers == {"a": False, "a2": False, "b": True}
+    answers = {path.stem: msgspec.json.decode(path.read_bytes(), type=Answer) for path in folder.iterdir()}
+    assert {name: each.done for name, each in answers.items()} == {"a": False, "a2": False, "b": True, "d": False}
+    assert "format 2" in answers["d"].text
 
 
 # `grpo servers` ---------------------------------------------------------------------------------------------
