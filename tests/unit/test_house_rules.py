@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from environments.running.settings_check import BUILT_IN
-from tests.conftest import LANES
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "ray")
@@ -140,15 +139,6 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
     arrows = {file: {file_of(name) for name in imports(path, for_types=False)} for file, path in files.items()}
     TopologicalSorter({file: found - {file, None} for file, found in arrows.items()}).prepare()
-
-
-def test_every_test_is_in_a_lane() -> None:
-    """By its folder; and markers that no lane knows are errors (`--strict-markers`)."""
-    files = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    assert files and not [str(path) for path in files if path.parts[0] not in LANES]
-    for lane, marker in LANES.items():
-        assert any(path.parts[0] == lane for path in files), f"{lane} has no test"
-        assert marker in (None, "complete", "gpu")
 
 
 LEAST_S = 5.0
