@@ -22,7 +22,7 @@ from vllm_server.adapters import check_config
 from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
-from vllm_server.http import json_response, parse_body
+from vllm_server.http import json_response
 from vllm_server.policy import PolicyRegistry
 from vllm_server.protocol import HIGHEST_VERSION, LoraLoadRequest, LoraUnloadRequest
 from vllm_server.publisher import Delivery, Installed, Publisher
@@ -396,10 +396,3 @@ def test_publish_answers_what_was_understood(publisher: Publisher, root: Path) -
     assert answer.adapter_config == {
         "peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"\xff": 1}', b"\xff", b'{"seed": 1e999}'])
-def test_parse_body_that_is_no_json(body: bytes) -> None:
-    for kind in (dict[str, Any], LoraLoadRequest):
-        with refusing(ServeError, "body", 422):
-            parse_body(body, kind)

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 
 from tests.unit.factories import refusing
 from vllm_server import protocol
-from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadRequest, group
+from vllm_server.protocol import GenerateResponse, LoraLoadRequest, group
 from vllm_server.protocol.flat import ITEM_SIZES, decode_header, encode_header, lay_out
 from vllm_server.protocol.group import Communicator, NcclError, unique_id
 from vllm_server.worker.channels import AdapterFiles
@@ -48,20 +48,6 @@ def test_unservable_rank_names_the_legal_ones(rank: int) -> None:
         protocol.servable_rank(rank)
     numbers = [int(number) for number in re.findall(r"-?\d+", str(error.value))]
     assert numbers == [rank, 1, 512, *protocol.LEGAL_LORA_RANKS]
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"n": 1}, "`prompt`"),
-        ({"prompt": 5}, r"`int` .*`\$.prompt`"),
-        ({"prompt": {"prompt_tokens": [1]}}, "prompt_token"),
-        ({"prompt": "x", "policy_version": "new"}, r"`\$.policy_version`"),
-    ],
-)
-def test_a_wrong_routing_key_is_named(body: dict[str, object], message: str) -> None:
-    with pytest.raises(msgspec.ValidationError, match=message):
-        GenerateRequest.from_body(body)
 
 
 def test_logprobs_on_the_wire_are_keyed_by_text_and_keep_their_order() -> None:

@@ -330,16 +330,6 @@ def test_weights_of_a_checkpoint_that_are_not_finite_are_never_written(tmp_path:
     assert made.policy.loaded is None and not made.server.told
 
 
-def test_resume_refuses_another_models_checkpoint(tmp_path: Path) -> None:
-    first = Made()
-    first.model.model.layers = first.model.model.layers[:1]
-    first.model.config.num_hidden_layers = 1
-    first.model.config.layer_types = ["full_attention"]
-    first.checkpoints(tmp_path).save(Progress(1, 1))
-    with refusing(ConfigError, "--resume", words=["--model-name"]):
-        Made().checkpoints(tmp_path).resume()
-
-
 # ---------------------------------------------------------------- some layers
 
 
