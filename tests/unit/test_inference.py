@@ -222,11 +222,11 @@ class Server:
 
 
 class Scene:
-    def __init__(self, folder: Path, patience: float) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.made: dict[str, list[Server]] = {}
         config = ServerConfig(roster=folder, server_type="vllm", model_name="m")
-        self.servers = ListedServers(config, patience=patience)
+        self.servers = ListedServers(config, patience=60.0)
 
     def connect(self, config: ServerConfig, *, patience: float) -> Server:
         url = config.base_url.removesuffix("/v1")
@@ -243,9 +243,9 @@ class Scene:
 
 
 @pytest.fixture
-def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """Servers that join and leave; the parameter is the client's patience."""
-    made = Scene(tmp_path, getattr(request, "param", 60.0))
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """Servers that join and leave."""
+    made = Scene(tmp_path)
     monkeypatch.setattr(roster, "InferenceClient", made.connect)
     return made
 
@@ -298,8 +298,8 @@ async def test_a_request_that_comes_as_the_detection_ends_shares_it(monkeypatch:
     await client.close()
 
 
-@pytest.mark.parametrize("run", [0.05], indirect=True)
-async def test_a_list_that_stays_empty_is_an_error(run: Scene) -> None:
+async def test_a_list_that_stays_empty_is_an_error(run: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run.servers, "_patience", 0.05)
     with pytest.raises(PeerGone) as gone:
         await run.servers.generate([3], 1, ONE)
     assert str(run.folder) in gone.value.field

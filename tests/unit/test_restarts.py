@@ -428,7 +428,7 @@ def server(
     return OwnedServer(launch, tmp_path / "logs" / "server.log", tmp_path / "served", **options)  # type: ignore[arg-type]
 
 
-def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
+def test_owned_server_serves_what_each_start_names_until_it_dies(tmp_path: Path) -> None:
     with server(tmp_path, key="secret") as owned:
         pids = []
         for version in (0, 2):
@@ -441,7 +441,11 @@ def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
             wait_for(line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30)
         assert not alive(pids[:1]) and alive(pids[1:])
         assert "server up locked-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
-    assert_ended(pids)
+        owned.check()
+        os.kill(pids[1], signal.SIGKILL)
+        assert_ended(pids)
+        with refusing(ProcessFailedError, "server", words=["SIGKILL"]):
+            owned.check()
 
 
 def test_every_model_folder_is_served_by_one_path(tmp_path: Path) -> None:
@@ -475,18 +479,6 @@ def test_owned_server_that_is_not_ready_is_named_and_ended(
     assert all(each in str(error.value) for each in helps)
     assert pid is not None
     assert_ended([pid])
-
-
-def test_owned_server_that_dies_later(tmp_path: Path) -> None:
-    with server(tmp_path) as owned:
-        owned.start("model", 0)
-        owned.wait_ready()
-        owned.check()
-        pid = owned.pid or 0
-        os.kill(pid, signal.SIGKILL)
-        wait_for("its end", lambda: not alive([pid]), owned.log_path, 10)
-        with refusing(ProcessFailedError, "server", words=["SIGKILL"]):
-            owned.check()
 
 
 def test_a_signal_to_the_trainer_ends_the_wait(tmp_path: Path) -> None:
