@@ -26,7 +26,10 @@ FOREIGN: dict[str, Mapping[str, str]] = {
 }
 """Headers of requests that a web page can make a browser send; `{port}` is the server's."""
 
-SIMPLE_TYPES = ("text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data")
+SIMPLE_TYPES = (
+    *("text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data"),
+    " Text/Plain ; x=application/json",
+)
 OPEN = frozenset({"/health", "/ping"})
 NO_ROUTES = [("GET", "/no/such/route"), ("POST", "/no/such/route"), ("OPTIONS", "/batch"), ("PUT", "/generate")]
 NO_ROUTES += [("GET", "//health")]

@@ -263,6 +263,24 @@ def test_a_bad_group_is_refused_by_its_place_and_good_ones_beside_it_are_taken(
     assert [each["tokens"][0][0] for each in api.get("/batch").json()["batch"]] == [1, 3]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"generation_params": {"temperature": 0.7, "stop": ["x"]}},
+        {"generation_params": {"temperature": None}},
+        {"overrides": [{"sft": 1, "set_advantage_to_zero": False}, {"sft": None}]},
+        {"scores": [3.4e38, -3.4e38], "advantages": [[1e-300] * 3] * 2},  # what is nothing in float32 is no harm
+        {"distill_token_ids": [[[], [7], [-1]]] * 2, "distill_logprobs": [[[], [-1.0], [0.0]]] * 2},
+    ],
+)
+def test_an_odd_group_that_can_be_trained_on_comes_back_as_it_went(api: httpx.Client, fields: dict[str, Any]):
+    start_run(api, batch_size=2)
+    for body, content_type in forms(group(**fields)):
+        assert api.post("/scored_data", content=body, headers={"Content-Type": content_type}).is_success
+        (back,) = api.get("/batch").json()["batch"]
+        assert {name: back[name] for name in fields} == fields
+
+
 GZIP = {"Content-Encoding": "gzip"}
 WHOLE = gzip.compress(json.dumps(group()).encode())
 LARGE = {"env_id": 0, "step": 0, "metrics": {f"{each:0512}": 1.0 for each in range(2100)}}  # 1.1 MB

@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Coroutine
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -367,31 +368,45 @@ class Draining(Engine):
         await super().pause(mode)
 
 
+WAIT, KEEP, ABORT = "pause, wait", "pause, keep", "pause, abort"
+
+
 @pytest.mark.parametrize(
-    ("by", "paused"), [("their end", True), ("pause", True), ("resume", False), ("a failure", False)]
+    ("script", "failing", "events", "paused"),
+    [
+        ("wait begin drain", "", [WAIT, "forget", "hold"], True),
+        ("wait begin abort", "", [ABORT, WAIT, "forget", "hold"], True),
+        ("wait begin resume drain", "", ["release", "hold", WAIT], False),  # caches stay if generation goes on
+        ("wait begin drain", WAIT, [WAIT, "release", "hold"], False),
+        ("wait resume begin drain", WAIT, ["release", "hold", WAIT], False),  # it fails within the update
+        # Another pause holds: one that has completed, one since a resume, one that fails after the first.
+        ("wait keep begin drain", WAIT, [KEEP, WAIT, "hold"], True),
+        ("wait resume keep drain begin", WAIT, ["release", KEEP, WAIT, "hold"], True),
+        ("wait wait begin drain", WAIT, [WAIT, WAIT, "release", "hold"], False),
+    ],
 )
 @story
-async def test_fence_lets_an_update_wait_until_a_pause_waits_no_longer(by: str, paused: bool) -> None:
-    fence = fence_on(engine := Draining())
-    pausing = asyncio.create_task(fence.pause("wait"))
-    await asyncio.sleep(0)
-    beginning = asyncio.create_task(fence.begin(begin()))
-    await asyncio.sleep(0.01)
-    assert not (pausing.done() or beginning.done() or fence.updating) and fence.paused
-    if by == "pause":
-        await fence.pause("abort")
-    elif by == "resume":
-        await fence.resume()
-    else:
-        engine.failing = "pause, wait" if by == "a failure" else ""
-        engine.drained.set()
-    token = (await beginning).token
-    engine.drained.set()
-    with pytest.raises(EngineFault) if by == "a failure" else nullcontext():
-        await pausing
+async def test_fence_lets_an_update_wait_until_no_pause_waits(
+    script: str, failing: str, events: list[str], paused: bool
+) -> None:
+    """And a pause that fails releases the engine if nothing else holds it."""
+    fence = fence_on(engine := Draining(failing=failing))
+    asked: list[tuple[str, asyncio.Task[Any]]] = []
+    for word in script.split():
+        if word == "drain":
+            engine.drained.set()
+        else:
+            ask = {"begin": lambda: fence.begin(begin()), "resume": fence.resume}.get(word, partial(fence.pause, word))
+            asked.append((word, asyncio.create_task(ask())))
+        await asyncio.sleep(0.01)
+    token = ""
+    for word, task in asked:
+        with pytest.raises(EngineFault) if failing == f"pause, {word}" else nullcontext():
+            answer = await task
+            token = answer.token if word == "begin" else token
     await fence.end(end(token))
-    assert fence.paused is paused and (engine.events[-1] == "release") is not paused
-    assert ("forget" in engine.events) is paused, "caches stay if generation goes on"
+    assert engine.events == [*events, "renew", "version 1", *([] if paused else ["release"])]
+    assert fence.paused is paused
 
 
 @story
@@ -405,60 +420,6 @@ async def test_fence_refuses_an_update_that_a_pause_keeps_waiting() -> None:
     engine.drained.set()
     await pausing
     assert engine.events == ["pause, wait", "forget"]
-
-
-@story
-async def test_fence_of_a_pause_that_fails_within_an_update_stays_closed() -> None:
-    """It was resumed before, and no longer holds up an update."""
-    fence = fence_on(engine := Draining(failing="pause, wait"))
-    pausing = asyncio.create_task(fence.pause("wait"))
-    await asyncio.sleep(0)
-    await fence.resume()
-    await fence.begin(begin())
-    engine.drained.set()
-    with pytest.raises(EngineFault):
-        await pausing
-    assert engine.events == ["release", "hold", "pause, wait"] and not fence.paused
-
-
-@pytest.mark.parametrize("second", ["completed", "in progress", "after resume", "failed"])
-@story
-async def test_fence_of_a_pause_that_fails_stays_closed_while_another_pause_holds(second: str) -> None:
-    fence = fence_on(engine := Draining(failing="pause, wait"))
-    first = asyncio.create_task(fence.pause("wait"))
-    await asyncio.sleep(0)
-    if second == "after resume":
-        await fence.resume()
-        engine.events.clear()
-    other = asyncio.create_task(fence.pause("wait" if second == "failed" else "keep"))
-    if second != "in progress":
-        await asyncio.sleep(0.01)
-    engine.drained.set()
-    with pytest.raises(EngineFault):
-        await first
-    with pytest.raises(EngineFault) if second == "failed" else nullcontext():
-        await other
-    assert fence.paused == ("release" not in engine.events) == (second != "failed")
-    begun = await fence.begin(begin())
-    await fence.end(end(begun.token))
-    assert fence.paused == (second != "failed") == (engine.events[-1] != "release")
-
-
-@story
-async def test_fence_lets_an_update_wait_for_each_of_several_pauses() -> None:
-    """The first one fails, and its release of the engine comes before the update holds it."""
-    fence = fence_on(engine := Draining(failing="pause, wait"))
-    pausing = asyncio.create_task(fence.pause("wait"))
-    await asyncio.sleep(0)
-    await fence.pause("keep")
-    beginning = asyncio.create_task(fence.begin(begin()))
-    await asyncio.sleep(0.01)
-    assert not (beginning.done() or fence.updating)
-    engine.drained.set()
-    await beginning
-    assert pausing.done() and engine.events == ["pause, keep", "pause, wait", "hold"]
-    with pytest.raises(EngineFault):
-        await pausing
 
 
 @story

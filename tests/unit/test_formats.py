@@ -39,8 +39,6 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.server import Server
 from grpo_trainer.config.train import RolloutConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
-from grpo_trainer.launch.fleet import FOLDER as REQUESTS
-from grpo_trainer.launch.fleet import Answer, Request, answer_all
 from grpo_trainer.logs.sinks import JsonlSink
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.model.load import load_model
@@ -177,14 +175,6 @@ def test_a_newer_queue_is_not_opened(tmp_path: Path, journal: bool) -> None:
     assert (killed / "queue.sqlite-wal").exists() == journal
     with refused(killed, "queue.sqlite"):
         Store(killed / "queue.sqlite")
-
-
-def test_a_newer_request_is_not_obeyed(tmp_path: Path) -> None:
-    (tmp_path / REQUESTS).mkdir()
-    (tmp_path / REQUESTS / "a.json").write_bytes(msgspec.json.encode(Request("drop", "server-1", format=2)))
-    answer_all(tmp_path, lambda request: pytest.fail("it was obeyed"))
-    answer = msgspec.json.decode((tmp_path / REQUESTS / "a.answer").read_bytes(), type=Answer)
-    assert not answer.done and "format 2" in answer.text
 
 
 def test_a_newer_bridge_file_is_neither_read_nor_replaced(tmp_path: Path) -> None:

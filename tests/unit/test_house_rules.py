@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from environments.running.settings_check import BUILT_IN
-from tests.conftest import LANES
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "ray")
@@ -142,15 +141,6 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter({file: found - {file, None} for file, found in arrows.items()}).prepare()
 
 
-def test_every_test_is_in_a_lane() -> None:
-    """By its folder; and markers that no lane knows are errors (`--strict-markers`)."""
-    files = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
-    assert files and not [str(path) for path in files if path.parts[0] not in LANES]
-    for lane, marker in LANES.items():
-        assert any(path.parts[0] == lane for path in files), f"{lane} has no test"
-        assert marker in (None, "complete", "gpu")
-
-
 LEAST_S = 5.0
 SHORT = {
     "its end is what the test expects": (
@@ -196,17 +186,31 @@ def test_no_test_depends_on_a_short_time() -> None:
     assert found == {each for places in SHORT.values() for each in places}
 
 
+def helps(module: str, *words: str) -> str:
+    return f"import sys, runpy; sys.argv = {['x', *words, '--help']}; runpy.run_module('{module}', run_name='__main__')"
+
+
 @pytest.mark.parametrize(
-    "code",
+    ("code", "shown"),
     [
-        "import sys; sys.argv = ['grpo', '--help']; from grpo_trainer.cli import main; main()",
-        "import sys; sys.argv = ['grpo', 'run', '--help']; from grpo_trainer.cli import main; main()",
-        "import vllm_server.protocol, environments.api.wire; assert 'pydantic' not in sys.modules; "
-        "import grpo_trainer.config.train, grpo_trainer.config.run",
-        "from grpo_trainer.doctor.checks import examine; from grpo_trainer.machine import look; examine(look(), None)",
+        (helps("grpo_trainer"), ("run", "doctor")),
+        (helps("grpo_trainer", "run"), ("--model-name", "--help-all")),
+        (helps("vllm_server"), ("--model", "--port", "--max-lora-rank", "--shared-weights", "--help-all")),
+        (helps("environments.api"), ("--port", "--store")),
+        (helps("environments.arithmetic"), ("serve", "process", "evaluate")),
+        (helps("environments.demo_model"), ("--released", "--seed")),
+        (
+            "import vllm_server.protocol, environments.api.wire; assert 'pydantic' not in sys.modules; "
+            "import grpo_trainer.config.train, grpo_trainer.config.run",
+            (),
+        ),
+        (
+            "from grpo_trainer.doctor.checks import *; from grpo_trainer.machine import look; examine(look(), None)",
+            (),
+        ),
     ],
 )
-def test_light_edges(code: str) -> None:
+def test_light_edges(code: str, shown: tuple[str, ...]) -> None:
     script = f"""
 import atexit, sys
 atexit.register(lambda: print("HEAVY", [m for m in {HEAVY} if m in sys.modules], file=sys.stderr))
@@ -215,6 +219,7 @@ atexit.register(lambda: print("HEAVY", [m for m in {HEAVY} if m in sys.modules],
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stderr
+    assert all(each in done.stdout for each in shown) and len(done.stdout.splitlines()) <= 60, "it is one screen"
 
 
 def test_a_run_without_a_cluster_imports_no_ray() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.triton_kernels import compiled_for_hopper
-from vllm_server.worker import KERNELS_VARIABLE, lora, lora_kernels
+from vllm_server.worker import KERNELS_VARIABLE, lora_kernels
 from vllm_server.worker.lora import prepare_worker, update_metadata
 from vllm_server.worker.lora_kernels import Blocks, run_expand, run_shrink
 
@@ -155,50 +156,37 @@ def test_the_operators_are_replaced_under_their_names(monkeypatch: pytest.Monkey
     assert calls[2][1][5:] == (2, 0, False) and calls[3][1][5:] == (2, 4, True)
 
 
-def kernel_meta(captured: list[int]) -> Any:
-    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
-
-    return LoRAKernelMeta.make(SLOTS, 64, "cpu", captured)
-
-
 FIELDS = ("active_lora_ids", "num_tokens_per_lora", "lora_token_start_loc", "no_lora_flag_cpu", "num_active_loras_cpu")
 
 
 @settings(deadline=None, max_examples=150)
 @given(
-    batches=st.lists(st.lists(st.integers(-1, SLOTS - 1), min_size=1, max_size=64), min_size=1, max_size=3),
-    captured=st.sampled_from([[], [1, 2, 4, SLOTS + 1]]),
+    steps=st.lists(st.lists(st.sampled_from([0, 31, 33, 35]), min_size=1, max_size=64), min_size=1, max_size=3),
+    captured=st.booleans(),
 )
-def test_groups_are_what_vllm_prepares(batches: list[list[int]], captured: list[int]) -> None:
-    ours, vllms = kernel_meta(captured), kernel_meta(captured)
-    for slots in batches:  # one after the other into the same tensors, as in a server
-        lora.write(ours, lora.group(torch.tensor(slots, dtype=torch.int32).numpy()))
-        vllms.prepare_tensors(torch.tensor(slots, dtype=torch.long))
-        for field in FIELDS:
-            assert torch.equal(getattr(ours, field), getattr(vllms, field)), field
-        if any(slot >= 0 for slot in slots):
-            for field in ("token_lora_mapping", "token_indices_sorted_by_lora_ids"):
-                assert torch.equal(getattr(ours, field)[: len(slots)], getattr(vllms, field)[: len(slots)]), field
-
-
-def test_a_worker_groups_tokens_on_the_host_as_vllm_does_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_groups_tokens_on_the_host_as_vllm_does_on_the_gpu(steps: list[list[int]], captured: bool) -> None:
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
     from vllm.lora.punica_wrapper import punica_gpu
 
-    monkeypatch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)  # imported with a GPU only
     kind = punica_gpu.PunicaWrapperGPU
-    config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=True)
+    config: Any = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=captured)
     held = [None, 31, 33, None, 35]
-    steps = [((31,) * 6, (31,)), ((31, 33, 33, 0, 35), (31, 33, 33, 0, 35)), ((0, 0), (0, 0)), ((33, 0, 0), (33, 0))]
-    ours, vllms = (kind(64, 8, "cpu", lora_config=config) for _ in range(2))
-    for tokens, prompts in steps:
-        mapping = LoRAMapping(tokens, prompts, is_prefill=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(punica_gpu, "LoRAKernelMeta", LoRAKernelMeta, raising=False)  # imported with a GPU only
+        ours, vllms = (kind(64, 8, "cpu", lora_config=config) for _ in range(2))
+    for tokens in steps:  # one after the other into the same tensors, as in a server
+        mapping = LoRAMapping(tuple(tokens), tuple(adapter for adapter, _ in groupby(tokens)), is_prefill=True)
         update_metadata(ours, mapping, held, SLOTS + 1, 1000)
         kind.update_metadata(vllms, mapping, held, SLOTS + 1, 1000)
         for name in ("token_mapping_meta", "prompt_mapping_meta"):
+            metas = getattr(ours, name), getattr(vllms, name)
             for field in FIELDS:
-                got, wanted = (getattr(getattr(wrapper, name), field) for wrapper in (ours, vllms))
+                got, wanted = (getattr(meta, field) for meta in metas)
+                assert torch.equal(got, wanted), (name, field)
+            for field in ("token_lora_mapping", "token_indices_sorted_by_lora_ids") if any(tokens) else ():
+                count = len(tokens if name == "token_mapping_meta" else mapping.prompt_mapping)
+                got, wanted = (getattr(meta, field)[:count] for meta in metas)
                 assert torch.equal(got, wanted), (name, field)
         assert ours.indices_len == vllms.indices_len and ours.is_prefill
         assert torch.equal(ours.token_lora_indices, vllms.token_lora_indices)

@@ -166,11 +166,13 @@ def test_a_figure_out_of_its_range_is_a_sign_with_its_value_and_what_to_try(key:
     assert f"{value:.3g}" in str(sign)
 
 
-def test_the_median_of_three_steps_counts() -> None:
+def test_the_median_of_three_steps_counts_by_the_runs_own_first_steps() -> None:
     def row(norm: float) -> Row:
         return {"train/grad_norm": norm}
 
     assert baseline([row(2.0), row(14.0), row(13.0), row(99.0)]) == {"train/grad_norm": 13.0}
+    assert baseline([{}, {ENTROPY: 1.5}, {ENTROPY: 4.0}]) == {ENTROPY: 1.5} and baseline([{}]) == {}
+    assert [names([{ENTROPY: value}] * 3, 1.5) for value in (2.9, 3.1)] == [[], ["entropy_high"]]  # at most 2 * 1.5
     assert [each.check.name for each in signs([row(131.0)] * 3, {"train/grad_norm": 13.0})] == ["grad_norm"]
     assert signs([row(129.0)] * 3, {"train/grad_norm": 13.0}) == []  # at most 10 * 13
     assert names([row(20.0), row(20.0)]) == [], "too few steps"
@@ -180,12 +182,6 @@ def test_the_median_of_three_steps_counts() -> None:
     assert names([{"train/grad_norm": None}] * 3) == []
     rounded = {**HEALTHY, "alignment/kl_rollout": -3e-9, "alignment/kl_reference": -3e-9}
     assert names([rounded] * 3) == [], "a KL of 0 may be rounded to below 0"
-
-
-def test_entropy_is_high_by_the_run_s_own_first_step() -> None:
-    assert baseline([{}, {ENTROPY: 1.5}, {ENTROPY: 4.0}]) == {ENTROPY: 1.5} and baseline([{}]) == {}
-    assert names([{"grpo/entropy": 2.9}] * 3, 1.5) == []  # at most 2 * 1.5
-    assert names([{"grpo/entropy": 3.1}] * 3, 1.5) == ["entropy_high"]
 
 
 def answers(entropy: float, across: float, in_group: float) -> Row:

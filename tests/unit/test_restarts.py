@@ -257,12 +257,8 @@ class Servers:
         served = {member.url: Served(member.boot, 1) for member in read_members(self.servers)}
         (self.servers / "served.json").write_bytes(msgspec.json.encode(served))
 
-    @staticmethod
-    def until(done: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
-        while not done():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    def until(self, done: Callable[[], bool]) -> None:
+        wait_for("the list of servers", done, self.folder / "logs" / "server.log", 20)
 
 
 def test_servers_killed_one_comes_back_and_is_left_out_at_last(tmp_path: Path) -> None:
@@ -338,11 +334,12 @@ def test_a_run_that_is_over_answers_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "requests").iterdir())
 
 
-def test_a_request_that_is_withdrawn_or_unreadable_does_not_end_a_run(tmp_path: Path) -> None:
+def test_a_request_that_is_withdrawn_unreadable_or_newer_does_not_end_a_run(tmp_path: Path) -> None:
     folder = tmp_path / REQUESTS
     folder.mkdir()
     drops = {name: msgspec.json.encode(Request("drop", f"http://{name}:1")) for name in ("b", "c")}
-    for name, content in {"a": b"{", "a2": b"[" * 100_000, **drops}.items():
+    newer = msgspec.json.encode(Request("drop", "http://d:1", format=2))
+    for name, content in {"a": b"{", "a2": b"[" * 100_000, **drops, "d": newer}.items():
         (folder / f"{name}.json").write_bytes(content)
     obeyed: list[str | None] = []
 
@@ -353,8 +350,9 @@ def test_a_request_that_is_withdrawn_or_unreadable_does_not_end_a_run(tmp_path: 
 
     answer_all(tmp_path, obey)
     assert obeyed == ["http://b:1"]
-    answers = {path.stem: msgspec.json.decode(path.read_bytes(), type=Answer).done for path in folder.iterdir()}
-    assert answers == {"a": False, "a2": False, "b": True}
+    answers = {path.stem: msgspec.json.decode(path.read_bytes(), type=Answer) for path in folder.iterdir()}
+    assert {name: each.done for name, each in answers.items()} == {"a": False, "a2": False, "b": True, "d": False}
+    assert "format 2" in answers["d"].text
 
 
 # `grpo servers` ---------------------------------------------------------------------------------------------
@@ -430,7 +428,7 @@ def server(
     return OwnedServer(launch, tmp_path / "logs" / "server.log", tmp_path / "served", **options)  # type: ignore[arg-type]
 
 
-def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
+def test_owned_server_serves_what_each_start_names_until_it_dies(tmp_path: Path) -> None:
     with server(tmp_path, key="secret") as owned:
         pids = []
         for version in (0, 2):
@@ -443,7 +441,11 @@ def test_owned_server_serves_what_each_start_names(tmp_path: Path) -> None:
             wait_for(line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30)
         assert not alive(pids[:1]) and alive(pids[1:])
         assert "server up locked-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
-    assert_ended(pids)
+        owned.check()
+        os.kill(pids[1], signal.SIGKILL)
+        assert_ended(pids)
+        with refusing(ProcessFailedError, "server", words=["SIGKILL"]):
+            owned.check()
 
 
 def test_every_model_folder_is_served_by_one_path(tmp_path: Path) -> None:
@@ -477,18 +479,6 @@ def test_owned_server_that_is_not_ready_is_named_and_ended(
     assert all(each in str(error.value) for each in helps)
     assert pid is not None
     assert_ended([pid])
-
-
-def test_owned_server_that_dies_later(tmp_path: Path) -> None:
-    with server(tmp_path) as owned:
-        owned.start("model", 0)
-        owned.wait_ready()
-        owned.check()
-        pid = owned.pid or 0
-        os.kill(pid, signal.SIGKILL)
-        wait_for("its end", lambda: not alive([pid]), owned.log_path, 10)
-        with refusing(ProcessFailedError, "server", words=["SIGKILL"]):
-            owned.check()
 
 
 def test_a_signal_to_the_trainer_ends_the_wait(tmp_path: Path) -> None:

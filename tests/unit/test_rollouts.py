@@ -471,11 +471,3 @@ def test_client_counts_no_time_for_which_the_trainer_was_stopped(
     with pytest.raises(TrainingError if ends else StopIteration) as ended:
         client.lease(lambda: print(next(asked)))
     assert not ends or getattr(ended.value, "field", "") == "--rollout-timeout"
-
-
-def test_trained_batches_wait_in_their_order_until_they_end() -> None:
-    client = client_of(lambda request: httpx.Response(200))
-    b, a = RolloutBatch("b", ()), RolloutBatch("a", ())
-    assert client.trained(b) == ("b",) and client.trained(a) == ("b", "a") == client.unsettled
-    client.release(b)
-    assert client.unsettled == ("a",)

@@ -23,9 +23,8 @@ from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import AllWeights, SharedWeights, choose_trained
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
-from grpo_trainer.weights import shared_weights
 from grpo_trainer.weights.shared_weights import SharedBridge
-from tests.unit.factories import batch, refusing, sample
+from tests.unit.factories import refusing
 from tests.unit.test_checkpoint import ROLLOUTS
 from tests.unit.test_proof import INFO, answer, next_logprobs, sampled
 from tests.unit.tiny_lora import tiny_qwen
@@ -206,17 +205,6 @@ def test_the_servers_resume_when_all_processes_have_written(fails: bool, monkeyp
     assert made.server.told == ["begin keep", "torn" if fails else "end 1", "close"]
 
 
-def test_step_that_is_skipped_is_no_version(made: Made) -> None:
-    poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
-    before = made.weights()
-    result = made.trainer.step(poisoned, 0, made.bridge.updating)
-    assert not result.updated and same(made.weights(), before)
-    assert made.bridge.publish(0).version == 0
-    with refusing(BridgeError, "version", got="1", wanted="0"):
-        made.bridge.publish(1)
-    assert not made.server.told
-
-
 @pytest.mark.parametrize(("fault", "told"), [("", ["begin keep", "torn"]), ("gone", ["begin keep"])])
 def test_bridge_raises_the_writes_own_reason_even_if_the_server_is_gone(fault: str, told: list[str]) -> None:
     made = Made(SharingServer(fault), proof=False)
@@ -228,16 +216,6 @@ def test_bridge_raises_the_writes_own_reason_even_if_the_server_is_gone(fault: s
 
 
 # ---------------------------------------------------------------- the proof
-
-
-def test_proof_changes_the_weights_and_puts_every_bit_back(made: Made) -> None:
-    before = made.weights()
-    noise, proved = made.bridge.prove(), made.bridge.proved
-    assert proved is not None and noise == proved.noise
-    assert max(proved.noise, proved.synthetic, proved.restored) < 1e-5 < 0.004 <= proved.synthetic_moved
-    assert same(made.weights(), before)
-    assert made.bridge.publish(0).version == 0
-    assert made.server.told == ["begin keep", f"end {PROOF_VERSION}", "begin keep", "end 0"]
 
 
 @pytest.mark.parametrize(
@@ -263,28 +241,6 @@ def test_proof_catches_each_planted_fault_and_the_weights_are_as_before(fault: s
 
 
 # ---------------------------------------------------------------- starting again
-
-
-def test_a_checkpoint_is_written_within_a_fence_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    first = Made()
-    first.bridge.connect(0)
-    for step in range(2):
-        first.trainer.step(ROLLOUTS, step, first.bridge.updating)
-    path = first.checkpoints(tmp_path).save(Progress(2, 2))
-    assert path.name == "step_2" and (path / "model.safetensors").is_file()
-    for step in range(2, 4):
-        first.trainer.step(ROLLOUTS, step, first.bridge.updating)
-
-    second = Made()
-    before = second.weights()
-    progress = second.checkpoints(tmp_path).resume()
-    assert progress == Progress(2, 2) and same(second.weights(), before)  # the server reads them: not without a fence
-    assert second.bridge.connect(2) == 2
-    assert second.server.told == ["begin keep", "end 2"]
-    assert second.bridge.publish(2).version == 2
-    for step in range(2, 4):
-        second.trainer.step(ROLLOUTS, step, second.bridge.updating)
-    assert same(second.weights(), first.weights())
 
 
 @pytest.mark.parametrize("masters", [False, True], ids=["rounded", "masters"])
@@ -345,15 +301,6 @@ def test_a_checkpoint_of_all_weights_that_another_mode_wrote_is_of_use(tmp_path:
     assert same(made.weights(), {name: parameter.detach() for name, parameter in other.named_parameters()})
 
 
-def test_without_a_checkpoint_training_goes_on_from_what_the_server_has(caplog: pytest.LogCaptureFixture) -> None:
-    made = Made(SharingServer(version=17, updates=20))
-    assert made.bridge.connect(0) == 17
-    (warned,) = [record for record in caplog.records if record.levelname == "WARNING" and record.args == (17,)]
-    assert warned.name == shared_weights.__name__
-    made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
-    assert made.bridge.publish(18).version == 18
-
-
 @pytest.mark.parametrize("torn", [None, "torn"])
 def test_connect_refuses_weights_that_are_no_policys(torn: str | None) -> None:
     server = SharingServer() if torn else SharingServer(version=PROOF_VERSION, updates=1)
@@ -381,25 +328,6 @@ def test_weights_of_a_checkpoint_that_are_not_finite_are_never_written(tmp_path:
         made.policy.load(tmp_path, {})
     assert name in refused.value.got.split()
     assert made.policy.loaded is None and not made.server.told
-
-
-def test_a_step_that_leaves_weights_that_are_not_finite_is_torn(made: Made) -> None:
-    """In 32 bits they are found after the write: the server must not generate with them."""
-    made.trainer.config = made.trainer.config.model_copy(update={"lr": 1e39})
-    with pytest.raises(TrainingError) as ended:
-        made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
-    assert ended.value.spoils_weights
-    assert made.server.told == ["begin keep", "torn"]
-
-
-def test_resume_refuses_another_models_checkpoint(tmp_path: Path) -> None:
-    first = Made()
-    first.model.model.layers = first.model.model.layers[:1]
-    first.model.config.num_hidden_layers = 1
-    first.model.config.layer_types = ["full_attention"]
-    first.checkpoints(tmp_path).save(Progress(1, 1))
-    with refusing(ConfigError, "--resume", words=["--model-name"]):
-        Made().checkpoints(tmp_path).resume()
 
 
 # ---------------------------------------------------------------- some layers

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,18 +224,13 @@ def test_a_process_that_hangs_ends_with_its_stacks_in_the_log() -> None:
 # phases of a start ---------------------------------------------------------------------------------------------------
 
 
-class Clock:
+def clock(*times: float) -> Callable[[], float]:
     """Says the times that it is given, one after the other."""
-
-    def __init__(self, *times: float) -> None:
-        self.times = list(times)
-
-    def __call__(self) -> float:
-        return self.times.pop(0)
+    return partial(next, iter(times))
 
 
 def test_each_second_is_in_one_phase() -> None:
-    counted = Phases(Clock(14, 20, 21, 25, 31))
+    counted = Phases(clock(14, 20, 21, 25, 31))
     counted.begin("command", 10)
     counted.enter("imports", at=11.5)
     counted.enter("model")  # at 14
@@ -247,7 +243,7 @@ def test_each_second_is_in_one_phase() -> None:
 
 
 def test_the_present_phase_is_what_the_trainer_waits_for() -> None:
-    counted = Phases(Clock(14, 20))
+    counted = Phases(clock(14, 20))
     assert counted.waits() == []
     counted.begin("imports", 10)
     assert counted.waits() == [Wait("trainer", IN_WORDS["imports"], 4.0)]  # from 10 to 14
@@ -256,7 +252,7 @@ def test_the_present_phase_is_what_the_trainer_waits_for() -> None:
 
 
 def test_what_a_start_took_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Phases(Clock(4, 9))
+    counted = Phases(clock(4, 9))
     monkeypatch.setattr(phases, "START", counted)
     said: list[str] = []
     report_start(said.append)

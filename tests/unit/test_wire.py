@@ -123,10 +123,6 @@ def read(body: bytes, content_type: str, of: Any = groups.read) -> Any:
         raise groups.refusal(error, content_type) from None
 
 
-def taken(service: Service, body: bytes, content_type: str) -> wire.ScoredDataResponse:
-    return service.take(read(body, content_type))
-
-
 def posted(service: Service, body: bytes) -> wire.ScoredDataListResponse:
     async def post() -> httpx.Response:
         transport = httpx.ASGITransport(build_app(service))
@@ -134,36 +130,6 @@ def posted(service: Service, body: bytes) -> wire.ScoredDataListResponse:
             return await client.post("/scored_data_list", content=body, headers={"content-type": wire.JSON})
 
     return wire.decode(asyncio.run(post()).content, wire.ScoredDataListResponse)
-
-
-def bodies(fields: dict[str, Any]) -> list[tuple[bytes, str]]:
-    """A group in each way in which it may be sent, short and long."""
-    long = fields | {"images": "x" * (1 << 20)}
-    sent = [(msgspec.json.encode(each), wire.JSON) for each in (fields, long)]
-    sent.append((msgspec.msgpack.encode(fields), wire.MSGPACK))
-    return [*sent, (wire.encode(wire.pack(wire.ScoredData(**fields)), wire.MSGPACK), wire.MSGPACK)]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"generation_params": {"temperature": 0.7, "stop": ["x"]}},
-        {"generation_params": {"temperature": None}},
-        {"overrides": [{"sft": 1, "set_advantage_to_zero": False}, {"sft": None}]},
-        {"scores": [3.4e38, -3.4e38], "advantages": [[1e-300] * 4] * 2},  # what is nothing in float32 is no harm
-        {"distill_token_ids": [[[], [7], [-1], []]] * 2, "distill_logprobs": [[[], [-1.0], [0.0], []]] * 2},
-    ],
-)
-def test_what_can_be_trained_on_is_taken_and_comes_back(fields: dict[str, Any]) -> None:
-    for body, content_type in bodies(group(**fields)):
-        service = Service(Settings())
-        assert taken(service, body, content_type).status == "received"
-        assert service.latest is not None
-        back = wire.decode_group(service.latest)
-        for name, value in fields.items():
-            assert getattr(back, name) == value
-        shown = msgspec.json.decode(b"".join(json_group(service.latest)))
-        assert {name: shown[name] for name in fields} == fields
 
 
 @pytest.mark.parametrize("value", [msgspec.msgpack.Ext(5, b"x"), {None: 1}, {(1, 2): 1}])

@@ -53,11 +53,11 @@ def tiny(kind: str, **changes: Any) -> PreTrainedModel:
     return model.train()
 
 
-def tiny_lora(depth: int = 2, **options: Any) -> PeftModel:
+def tiny_lora(**options: Any) -> PeftModel:
     """Return an adapter of rank 8 on a tiny model; options by their names without `lora_`, `layers` by this name."""
     named = {"lora_layer_indices" if name == "layers" else f"lora_{name}": value for name, value in options.items()}
     config = BridgeConfig.model_validate({"weight_bridge_mode": "lora_only", "lora_r": 8, **named})
-    return add_adapter(tiny_qwen(depth=depth), config, seed=0)
+    return add_adapter(tiny_qwen(), config, seed=0)
 
 
 def fill_b(model: PeftModel, seed: int = 1) -> None:
