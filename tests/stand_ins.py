@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from email.message import Message
@@ -24,6 +24,7 @@ from environments.peers.http import Answer
 from environments.peers.inference import Completion, Sampling
 from environments.peers.rollout_api import RolloutApi
 from environments.running.runner import Runner, until
+from environments.scoring import settled
 from tests.processes import free_port
 
 
@@ -145,6 +146,15 @@ class Scripted:
         ids = self.tokenizer.encode(text)
         reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
         return Completion(prompt, ids, [-0.25] * len(ids), text, reason, 4)
+
+
+async def after_setup(env: BaseEnv[Any, Any], work: Callable[[], Awaitable[Any]]) -> Any:
+    """Return what work on an environment gives, between its `setup` and its `close`."""
+    try:
+        await settled(env.setup())
+        return await work()
+    finally:
+        await env.close()
 
 
 def registration(batch_size: int, **fields: Any) -> wire.Register:

@@ -7,16 +7,13 @@ import json
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,13 +49,12 @@ from environments.word_problems import (
     levels_of,
     make_problem,
 )
-from tests.rollout_api import running_server
-from tests.stand_ins import Asked, Reply, Scripted, answering, generated, registration, serving, trained
+from tests.processes import ROOT
+from tests.stand_ins import Scripted, after_setup, registration, serving, trained
 from tests.unit.factories import refusing
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 
-ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "tests" / "data" / "gsm8k_rows.jsonl"
 END = "<|endoftext|>"
 TOKENIZER = build_tokenizer()
@@ -73,16 +69,7 @@ def environment(cls: Any, config: Any, texts: Sequence[str], plain: Any = False,
 
 
 def result(env: Any, work: Callable[[], Any]) -> Any:
-    """What the environment's coroutine gives after `setup`."""
-
-    async def scene() -> Any:
-        try:
-            await env.setup()
-            return await work()
-        finally:
-            await env.close()
-
-    return asyncio.run(scene())
+    return asyncio.run(after_setup(env, work))
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -439,18 +426,6 @@ def program(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=250, env=env)
 
 
-def generate(asked: Asked) -> Reply:
-    """The answers of an inference server: 20 or 21, another token, and the end."""
-    body = asked.json()
-    return Reply(json=generated(body, *([20 + i % 2, 21, 1] for i in range(body["n"]))))
-
-
-@pytest.fixture
-def api() -> Iterator[httpx.Client]:
-    with running_server() as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -461,24 +436,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def command(name: str, model: str, server: str, *more: str) -> list[str]:
     servers = ["--openai.base_url", f"{server}/v1", "--openai.server_type", "vllm"]
     return ["-m", "environments.arithmetic", name, "--env.tokenizer_name", model, *servers, *more]
-
-
-@pytest.mark.usefixtures("warm_trainers")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_program_serves_and_ends_when_asked(model: str, api: httpx.Client, number: signal.Signals) -> None:
-    trainer = registration(16, max_token_len=64, num_steps=100)
-    api.post("/register", json=msgspec.to_builtins(trainer)).raise_for_status()
-    with answering(generate) as server:
-        arguments = command("serve", model, server, "--env.rollout_server_url", str(api.base_url))
-        process = subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        batches = 0
-        while batches < 2 and process.poll() is None:
-            batches += api.get("/batch").json()["batch"] is not None
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, batches) == (0, 2) and "Traceback" not in said, said
-    (environment,) = api.get("/status").json()["environments"]
-    assert environment["name"] == "arithmetic_0"
 
 
 @pytest.mark.usefixtures("warm_trainers")
@@ -511,7 +468,6 @@ def test_program_mistakes_end_with_status_2_and_one_line(
 # every built-in environment ------------------------------------------------------------------------------------------
 
 
-GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_rows.jsonl"
 KNOWN = {**BUILT_IN, "synthetic": BuiltIn("environments.synthetic", "SyntheticConfig")}
 
 Options = Callable[[Path], dict[str, Any]]
@@ -530,7 +486,7 @@ def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., BaseE
     """Makes the environment before a policy that says 46 or 7."""
     name, found = request.param, KNOWN[request.param]
     for split in ("train", "test"):
-        shutil.copy(GSM8K, tmp_path / f"{split}.jsonl")
+        shutil.copy(ROWS, tmp_path / f"{split}.jsonl")
 
     def make(**changes: Any) -> BaseEnv[Any, Any]:
         module = import_module(found.settings_module or found.module)

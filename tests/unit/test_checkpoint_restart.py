@@ -165,18 +165,6 @@ def test_restart_bridge_restarts_every_few_versions(tmp_path: Path, mode: str, n
     assert [server.calls for server in made.servers] == [calls] * 2
 
 
-@MODES
-def test_a_resumed_run_starts_the_server_on_its_weights_under_its_version(tmp_path: Path, mode: str, name: str) -> None:
-    made = Bridge(mode, tmp_path, interval=5)
-    made.change(1)
-    with made.bridge as bridge:
-        assert bridge.connect(7) == 7
-        bridge.prove()
-        assert bridge.publish(7).version == 7
-        assert made.server.calls == [f"start {name}_7 v7"]
-        assert [bridge.publish(version).version for version in range(8, 12)] == [7, 7, 10, 10]
-
-
 ANOTHER_MODEL = [("policy_version", "0", "1"), ("model_name", "{folder}/base", "{folder}/run/{name}_1")]
 
 

@@ -30,7 +30,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.running.cli import process
 from environments.running.groups import ALL_UNSCORED, EnvironmentFailed, unfit
 from environments.running.state import keep
-from tests.stand_ins import Asked, Reply, Scripted, answering
+from tests.stand_ins import Asked, Reply, Scripted, after_setup, answering
 from tests.unit.factories import refusing
 
 END = "<|endoftext|>"
@@ -111,11 +111,7 @@ def environment(
 
 
 def group_of(env: DatasetEnv, item: int = 0) -> wire.ScoredData:
-    async def scene() -> wire.ScoredData | None:
-        await env.setup()
-        return await env.collect_trajectories(item)
-
-    group = asyncio.run(scene())
+    group = asyncio.run(after_setup(env, lambda: env.collect_trajectories(item)))
     assert group is not None
     return group
 
@@ -126,11 +122,7 @@ def asked(env: DatasetEnv, item: int = 0) -> Any:
 
 
 def evaluated(env: DatasetEnv) -> dict[str, float]:
-    async def scene() -> dict[str, float]:
-        await env.setup()
-        return await env.evaluate()
-
-    return asyncio.run(asyncio.wait_for(scene(), 60))
+    return asyncio.run(asyncio.wait_for(after_setup(env, env.evaluate), 60))
 
 
 # ---------------------------------------------------------------- groups
