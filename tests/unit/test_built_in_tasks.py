@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from environments.word_problems import (
     make_problem,
 )
 from tests.processes import ROOT
-from tests.stand_ins import Scripted, after_setup, registration, serving, trained
+from tests.stand_ins import Scripted, after_setup, registration, scripted, serving, trained
 from tests.unit.factories import refusing
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
@@ -62,12 +62,6 @@ PLAIN = build_tokenizer()
 PLAIN.chat_template = None
 
 
-def environment(cls: Any, config: Any, texts: Sequence[str], plain: Any = False, **changes: Any) -> Any:
-    tokenizer = PLAIN if plain else TOKENIZER
-    settings = config(**({"tokenizer_name": "demo", "group_size": len(texts)} | changes))
-    return cls(settings, Scripted(tokenizer, lambda _: texts), tokenizer)
-
-
 def result(env: Any, work: Callable[[], Any]) -> Any:
     return asyncio.run(after_setup(env, work))
 
@@ -76,7 +70,7 @@ def result(env: Any, work: Callable[[], Any]) -> Any:
 
 
 def arithmetic(*texts: str, **changes: Any) -> ArithmeticEnv:
-    return environment(ArithmeticEnv, ArithmeticConfig, texts, **changes)
+    return scripted(ArithmeticEnv, *texts, config=ArithmeticConfig, **changes)
 
 
 def test_arithmetic_prompt_answer_and_reward() -> None:
@@ -144,7 +138,7 @@ TOM = WordProblem(1, "Tom has 7 apples. He buys 5 more. How many apples does Tom
 
 
 def words(*texts: str, **changes: Any) -> WordProblemsEnv:
-    env = environment(WordProblemsEnv, WordProblemsConfig, texts, **changes)
+    env = scripted(WordProblemsEnv, *texts, config=WordProblemsConfig, **changes)
     asyncio.run(env.setup())
     return env
 
@@ -216,7 +210,7 @@ def test_word_problems_an_answer_counts_if_it_is_right_and_has_ended() -> None:
     assert env.measures.take() == {"level": 1.0, "accuracy_level_1": pytest.approx(1 / 3)}
     question = f"{TOM.text} End with the number."
     assert env.prompt(TOM) == [{"role": "user", "content": question}]
-    assert words("1", plain=True).prompt(TOM) == f"{question}\nAnswer:"
+    assert words("1", tokenizer=PLAIN).prompt(TOM) == f"{question}\nAnswer:"
 
 
 @pytest.mark.parametrize(("level", "drawn"), [("2-3", {2, 3}), ("auto", {4, 5})])
@@ -229,24 +223,14 @@ def test_word_problems_are_of_the_chosen_or_mixed_levels(level: str, drawn: set[
     assert env.state() == {"position": 60, "means": kept}
 
 
-@pytest.mark.parametrize("error", [None, ZeroDivisionError("in one row"), KeyboardInterrupt(), SystemExit(0)])
-def test_word_problems_evaluation_loses_one_row(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
+def test_word_problems_evaluation_is_the_share_of_right_answers() -> None:
     problems = held_out_problems([1, 2], 20)
     env = words(f"{problems[0].answer}{END}", level="1-2", eval_questions=20)
-    encode, lost = env.encode, env.prompt(problems[3])
-
-    def encode_but_one(prompt: Any) -> list[int]:
-        if error is not None and prompt == lost:
-            raise error
-        return encode(prompt)
-
-    monkeypatch.setattr(env, "encode", encode_but_one)
     found = asyncio.run(env.evaluate())
-    scored = [problem for problem in problems if error is None or problem is not problems[3]]
-    share = sum(problem.answer == problems[0].answer for problem in scored) / len(scored)
-    assert (found["questions"], found["rows_failed"]) == (len(scored), 20 - len(scored))
+    share = sum(problem.answer == problems[0].answer for problem in problems) / 20
+    assert (found["questions"], found["rows_failed"]) == (20, 0)
     assert found["accuracy"] == share > 0 and {"accuracy_level_1", "accuracy_level_2"} <= set(found)
-    assert (found["accuracy_low"], found["accuracy_high"]) == wilson(share, len(scored))
+    assert (found["accuracy_low"], found["accuracy_high"]) == wilson(share, 20)
 
 
 # ---------------------------------------------------------------- GSM8K
@@ -261,7 +245,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gsm8k(*texts: str, **changes: Any) -> Gsm8kEnv:
-    return environment(Gsm8kEnv, Gsm8kConfig, texts, **({"judge_workers": 1} | changes))
+    return scripted(Gsm8kEnv, *texts, config=Gsm8kConfig, judge_workers=1, **changes)
 
 
 def questions_of(path: Path, split: Any = "train") -> list[Question]:
@@ -341,7 +325,7 @@ def test_gsm8k_the_prompt_is_a_chat_where_there_is_a_template() -> None:
     assert "####" in chat[0]["content"] and chat[1]["content"] == "How many?"
     silent = gsm8k("1", system_prompt="")
     assert silent.asked(silent.prompt(ASKED)) == chat[1:]
-    plain = gsm8k("1", system_prompt="Say it.", plain=True)
+    plain = gsm8k("1", system_prompt="Say it.", tokenizer=PLAIN)
     assert plain.asked(plain.prompt(ASKED)) == "Say it.\n\nQuestion: How many?\nAnswer:"
 
 
@@ -401,7 +385,7 @@ class Answering(Scripted):
 
 def test_synthetic_groups() -> None:
     settings = {"prompt_tokens": 20, "completion_mean": 12, "max_token_length": 50}
-    env = environment(SyntheticEnv, SyntheticConfig, ["", "", ""], **settings)
+    env = scripted(SyntheticEnv, *3 * [""], config=SyntheticConfig, **settings)
     env.server = server = Answering(TOKENIZER, lambda _: [])
 
     async def scene() -> list[Any]:
@@ -492,9 +476,8 @@ def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., BaseE
         module = import_module(found.settings_module or found.module)
         options = OPTIONS[name](tmp_path) | changes
         data = options.pop("data", None)
-        config = getattr(module, found.settings)(tokenizer_name="m", group_size=2, **options)
-        server = Scripted(TOKENIZER, lambda _: ["46<|endoftext|>", "7<|endoftext|>"])
-        env: BaseEnv[Any, Any] = environment_class(module)(config, server, TOKENIZER)
+        config = getattr(module, found.settings)
+        env = scripted(environment_class(module), "46<|endoftext|>", "7<|endoftext|>", config=config, **options)
         if data is not None:
             env.data, env.rewards = data, (RewardConfig(function="exact_match"),)
         return env
