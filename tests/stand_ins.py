@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,11 +20,16 @@ from environments.api.app import build_app
 from environments.api.http import Waiters
 from environments.api.service import Service
 from environments.base import BaseEnv
+from environments.config import BaseEnvConfig
+from environments.demo_model.model import build_tokenizer
 from environments.peers.http import Answer
 from environments.peers.inference import Completion, Sampling
 from environments.peers.rollout_api import RolloutApi
 from environments.running.runner import Runner, until
+from environments.scoring import settled
 from tests.processes import free_port
+
+EnvT = TypeVar("EnvT", bound=BaseEnv[Any, Any])
 
 
 def pass_time(seconds: float) -> None:
@@ -145,6 +150,24 @@ class Scripted:
         ids = self.tokenizer.encode(text)
         reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
         return Completion(prompt, ids, [-0.25] * len(ids), text, reason, 4)
+
+
+def scripted(
+    env_cls: type[EnvT], *says: str, config: type[BaseEnvConfig] = BaseEnvConfig, tokenizer: Any = None, **settings: Any
+) -> EnvT:
+    """Return an environment before a server that says these texts in turn; by default of the demo model's tokenizer."""
+    tokenizer = tokenizer or build_tokenizer()
+    made = config(**({"tokenizer_name": "demo", "group_size": max(1, len(says))} | settings))
+    return env_cls(made, Scripted(tokenizer, lambda _: says), tokenizer)
+
+
+async def after_setup(env: BaseEnv[Any, Any], work: Callable[[], Awaitable[Any]]) -> Any:
+    """Return what work on an environment gives, between its `setup` and its `close`."""
+    try:
+        await settled(env.setup())
+        return await work()
+    finally:
+        await env.close()
 
 
 def registration(batch_size: int, **fields: Any) -> wire.Register:

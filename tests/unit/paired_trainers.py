@@ -1,7 +1,7 @@
 """`python -m tests.unit.paired_trainers RANK SIZE PORT FOLDER [KEY=VALUE …]`: a trainer process on the weights of its
 own stand-in for a server, for a few steps. Writes what it came to into `FOLDER/rankRANKofSIZE.pt`.
 
-`fault=WHAT` plants a fault into rank 1: see `plant`. `served=bfloat16` sets the dtype of the weights. `bucket_bytes=N`
+`fault=WHAT` plants a fault into rank 1. `served=bfloat16` sets the dtype of the weights. `bucket_bytes=N`
 sets the size of the buckets in which gradients are exchanged.
 """
 
@@ -53,10 +53,10 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
     config = build(TrainConfig, values | options)
     world = join(config, on_gpu=False)
     server = SharingServer()
-    server.info = msgspec.structs.replace(server.info, boot_id=f"boot {0 if fault == 'one server' else rank}")
+    server.info = msgspec.structs.replace(server.info, boot_id=f"boot {rank}")
     server.model.to(served)
-    if rank == 1:
-        plant(fault, server)
+    if rank == 1 and fault == "a copy":
+        server.fault_of_it = fault
     server.close = lambda: None  # type: ignore[method-assign]
     result: dict[str, Any] = {}
     try:
@@ -102,17 +102,6 @@ def clients(world: World, server: SharingServer) -> dict[str, Any]:
     addresses = world.gather(serving.address)
     own: list[Any] = [server, *(Remote(address) if world.leads else server for address in addresses[1:])]
     return {f"http://server-{rank}": each for rank, each in enumerate(own)}
-
-
-def plant(fault: str, server: SharingServer) -> None:
-    """Plant a fault that is there from the start."""
-    if fault == "other weights":
-        with torch.no_grad():
-            next(server.model.parameters())[1, 2] += 0.1
-    if fault == "other version":
-        server.info = msgspec.structs.replace(server.info, policy_version=3, update_count=3)
-    if fault in ("other place", "a copy"):
-        server.fault_of_it = fault
 
 
 def work(config: TrainConfig, world: World, server: SharingServer, fault: str, result: dict[str, Any]) -> None:

@@ -43,6 +43,8 @@ from grpo_trainer.batch.batching import advantages_of
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.rollouts.filter import misfit
 from grpo_trainer.rollouts.groups import to_group
+from tests.processes import alive
+from tests.stand_ins import after_setup
 
 # calls, and what is trained ------------------------------------------------------------------------------------
 
@@ -376,11 +378,19 @@ async def played(load: Callable[[str], Agent], task: Mapping[str, Any], seconds:
         return await play(load(url), task, own, seconds), own
 
 
-async def test_functions_get_a_client_of_their_kind(agents: Path) -> None:
+async def test_functions_and_commands_reach_the_policy_past_a_proxy(
+    agents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by a client of its kind. A command's last line is its answer."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     answer, own = await played(lambda url: load_function(f"{agents}:chat", url), {"q": "?"})
     assert answer == "answer 1" and own.calls[0].reward == 0.25
     reward, own = await played(lambda url: load_function(f"{agents}:plain", url), {"q": "?"})
     assert reward is True and len(own.calls) == 1
+    answer, own = await played(command(CURL + "print(0.5)", "{task_file}"), {"q": "hi"})
+    assert answer == "0.5" and own.messages[0] == {"role": "user", "content": "hi"}
+    assert (await played(command("print('x' * 10**6); print(7)"), {}))[0] == "7"
 
 
 @pytest.mark.parametrize(
@@ -420,17 +430,10 @@ def command(code: str, *words: str) -> Callable[[str], Agent]:
     return lambda url: load_command(shlex.join([sys.executable, "-c", code, *words]), url)
 
 
-async def test_a_command_finds_task_and_policy_and_its_last_line_is_the_answer() -> None:
-    answer, own = await played(command(CURL + "print(0.5)", "{task_file}"), {"q": "hi"})
-    assert answer == "0.5" and own.messages[0] == {"role": "user", "content": "hi"}
-    assert (await played(command("print('x' * 10**6); print(7)"), {}))[0] == "7"
-
-
 @pytest.mark.parametrize("leaves_group", [False, True])
 async def test_a_command_whose_child_stays_behind_has_ended_and_so_has_its_child(leaves_group: bool) -> None:
     child = f"import subprocess; print(subprocess.Popen(['sleep', '300'], start_new_session={leaves_group}).pid)"
-    pid = int((await played(command(child), {}, seconds=60.0))[0])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not alive([int((await played(command(child), {}, seconds=60.0))[0])])
 
 
 async def test_a_command_that_has_ended_ends_no_process_that_has_got_its_number(
@@ -480,14 +483,6 @@ async def test_a_command_whose_output_is_held_by_another_process_leaves_no_threa
         holder.kill()
 
 
-async def test_agents_reach_the_policy_past_a_proxy(agents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("chat", "plain"):
-        assert (await played(lambda url, name=name: load_function(f"{agents}:{name}", url), {"q": "?"}))[1].calls
-    assert (await played(command(CURL, "{task_file}"), {"q": "hi"}))[0] == "answer 1"
-
-
 async def test_a_command_that_fails_has_no_answer() -> None:
     with pytest.raises(EpisodeFailed) as failed:
         await played(command("import sys; sys.stderr.write('\\x1b[2Jno'); sys.exit(4)"), {})
@@ -519,9 +514,7 @@ async def test_a_command_that_is_given_up_leaves_no_process(when: str, tmp_path:
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
             await episode
-
-    pid = int(note.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not alive([int(note.read_text())])
 
 
 @pytest.mark.parametrize("fault", ["its number was used before", "its variables are not shown yet"])
@@ -591,14 +584,7 @@ def env_of(tmp_path: Path, do: Sequence[str], *rewards: str, **settings: Any) ->
 
 
 def group(env: AgentEnv) -> tuple[wire.ScoredData | None, dict[str, float]]:
-    async def scene() -> tuple[wire.ScoredData | None, dict[str, float]]:
-        await env.setup()
-        try:
-            return await env.scored(0), env.measures.take()
-        finally:
-            await env.close()
-
-    return asyncio.run(scene())
+    return asyncio.run(after_setup(env, lambda: env.scored(0))), env.measures.take()
 
 
 def unscored(found: wire.ScoredData) -> list[bool]:
@@ -654,15 +640,7 @@ def test_env_raises_what_the_server_is_to_blame_for(tmp_path: Path) -> None:
 
 def test_env_evaluates_tasks(tmp_path: Path) -> None:
     env = env_of(tmp_path, ["1", "call"], eval_samples=1, temperature=0.8, eval_temperature=0.2)
-
-    async def scene() -> dict[str, float]:
-        await env.setup()
-        try:
-            return await env.evaluate()
-        finally:
-            await env.close()
-
-    metrics = asyncio.run(scene())
+    metrics = asyncio.run(after_setup(env, env.evaluate))
     assert metrics["reward"] == 0.75 and metrics["rows"] == 2 and metrics["calls"] == 1
     assert {body["temperature"] for _, body in cast("Any", env.server).asked} == {0.2}
     assert not env.measures.take(), "the metrics of training"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.load import build_without_weights, freeze, load_model
 from grpo_trainer.shared import attach
-from grpo_trainer.shared.attach import attach_model, bind, build_skeleton, open_handles, server_device
+from grpo_trainer.shared.attach import attach_model, bind, build_skeleton, server_device
 from grpo_trainer.shared.names import Binding
 from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, random_model
 from tests.golden.stand_in import StandIn, bridge_config, stand_in
@@ -63,12 +62,6 @@ def bind_all(built: PreTrainedModel, model: PreTrainedModel) -> None:
     bind(built, [Binding(name, name, 0, len(each), tuple(each.shape)) for name, each in tensors.items()], tensors)
 
 
-@pytest.fixture(params=["qwen2", "phi3"])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> StandIn:
-    """With fused and tied weights, and with neither."""
-    return stand_in(request.param, tmp_path)
-
-
 @pytest.fixture
 def qwen(tmp_path: Path) -> StandIn:
     return stand_in("qwen2", tmp_path)
@@ -78,16 +71,11 @@ def qwen(tmp_path: Path) -> StandIn:
 
 
 @pytest.mark.parametrize("architecture", sorted(CONFIGS))
-def test_attach_computes_the_same(tmp_path: Path, architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_attach_computes_the_same(tmp_path: Path, architecture: str) -> None:
     server = stand_in(architecture, tmp_path)
-    with caplog.at_level(logging.INFO):
-        model = attached(server, architecture)
+    model = attached(server, architecture)
     assert torch.equal(logprobs(model), logprobs(server.model.train()))
-    count = len(list(model.parameters()))
-    assert count == len(list(server.model.parameters()))
-    counted, described = (record.args for record in caplog.records if record.name == attach.__name__)
-    assert counted == (count,)
-    assert described == (str(server.folder), "float32", CPU)
+    assert len(list(model.parameters())) == len(list(server.model.parameters()))
     # all parameters are in one file
     assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -110,18 +98,6 @@ def test_an_optimizers_step_lands_in_the_file(qwen: StandIn, checkpointing: bool
         assert parameter.grad is not None and parameter.grad.any(), name
         assert not torch.equal(again[name], before[name]), name
         assert torch.allclose(again[name], before[name] - 0.1 * parameter.grad, rtol=1e-6, atol=1e-8), name
-
-
-def test_the_padding_of_the_vocabulary_is_never_touched(qwen: StandIn) -> None:
-    model = attached(qwen)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    for name, tensor in open_handles(qwen.config, CPU).items():
-        if "embed_tokens" in name or "lm_head" in name:
-            assert tensor.shape[0] == 128 and tensor[VOCABULARY:].isnan().all()
-            tensor = tensor[:VOCABULARY]
-        assert not tensor.any(), name
 
 
 def test_parameters_are_of_the_servers_dtype_and_rotary_frequencies_of_32_bits(tmp_path: Path) -> None:
@@ -300,8 +276,8 @@ def test_server_device(qwen: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
         server_device(config, torch.device("cuda"))
 
 
-def test_a_model_that_was_built_before_is_taken_if_it_is_as_the_server_has_it(server: StandIn) -> None:
-    early = build_skeleton(options(server))
-    assert attach_model(server.config, options(server), CPU, early) is early
-    other = build_skeleton(options(server, dtype="bfloat16"))
-    assert attach_model(server.config, options(server), CPU, other) is not other
+def test_a_model_that_was_built_before_is_taken_if_it_is_as_the_server_has_it(qwen: StandIn) -> None:
+    early = build_skeleton(options(qwen))
+    assert attach_model(qwen.config, options(qwen), CPU, early) is early
+    other = build_skeleton(options(qwen, dtype="bfloat16"))
+    assert attach_model(qwen.config, options(qwen), CPU, other) is not other

@@ -79,17 +79,6 @@ def numbers(made: ReadyBatch, prefix: str = "batch/") -> dict[str, float]:
     return {k.removeprefix(prefix): v for k, v in reduce(made.metrics).items() if k.startswith(prefix)}
 
 
-def test_prepare_by_hand() -> None:
-    made = prepared([[sample([1, 2], [3], 1.0, logprobs=[-0.5]), sample([1, 2], [4, 5], 0.0)]])
-    first, second = made.sequences
-    assert first.positions.tolist() == [2] and second.positions.tolist() == [2, 3]
-    # mean 0.5, std = sqrt(0.5) = 0.70711
-    assert advantages(made) == [pytest.approx([0.5 / 0.70721], 1e-5), pytest.approx([-0.5 / 0.70721] * 2, 1e-5)]
-    assert first.weight == second.weight == pytest.approx(1 / 3)  # dapo: 3 trained tokens
-    assert first.rollout_logprobs is not None and first.rollout_logprobs.tolist() == [-0.5]
-    assert second.rollout_logprobs is None and [first.number, second.number] == [0, 1]
-
-
 def test_zero_variance_groups_cost_nothing_but_count_in_the_normaliser() -> None:
     dull = [sample([1], [2, 3], 1.0), sample([1], [4, 5], 1.0)]
     made = prepared([dull, [sample([1], [2], 0.0), sample([1], [3], 1.0)]])
@@ -304,23 +293,6 @@ def test_every_sequence_is_planned_and_dealt_once_within_the_budget(
 # ---------------------------------------------------------------- where tokens lie
 
 
-def test_microbatch_by_hand() -> None:
-    (one,) = split([sequence([1], [2, 3, 4]), sequence([1], [2])], 2)
-    assert one.tokens_BT.tolist() == [[1, 2, 0, 0], [1, 2, 3, 4]]  # sorted by length
-    assert one.rows_N.tolist() == [0, 1, 1, 1] and one.columns_N.tolist() == [1, 1, 2, 3]
-    assert one.targets_N.tolist() == [2, 2, 3, 4] and one.predictors_N.tolist() == [0, 4, 5, 6]
-    assert one.packed is None and one.temperature_N.dtype == torch.float32
-    assert one.weights_N.tolist() == [1.0] * 4 and one.advantages_N.tolist() == [2.0, 2.0, 3.0, 4.0]
-
-    (one,) = split([sequence([1], [2, 3, 4]), sequence([5], [6])], 2, packed=True)
-    assert one.tokens_BT.tolist() == [[5, 6, 1, 2, 3, 4]]
-    assert one.packed is not None and one.packed.longest == 4 and one.packed.shared is None
-    assert one.packed.boundaries.tolist() == [0, 2, 6] and one.packed.boundaries.dtype == torch.int32
-    assert one.packed.positions_1T.tolist() == [[0, 1, 0, 1, 2, 3]]
-    assert one.targets_N.tolist() == [6, 2, 3, 4] and one.predictors_N.tolist() == [0, 2, 3, 4]
-    assert one.segments.count == 2 and one.rows_N.tolist() == [0, 1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("made", "tokens", "boundaries", "positions", "shared", "targets", "predictors"),
     [
@@ -372,7 +344,7 @@ def test_microbatch_with_shared_prompts_by_hand(
     found = one.packed.shared
     assert one.packed.boundaries.tolist() == boundaries
     assert one.packed.longest == max(b - a for a, b in pairwise(boundaries))
-    assert found.prompts.dtype == found.readers.dtype == torch.int32
+    assert one.packed.boundaries.dtype == found.prompts.dtype == found.readers.dtype == torch.int32
     sizes = (found.longest_prompt, found.longest_readers, found.first, found.last)
     assert (found.prompts.tolist(), found.readers.tolist(), *sizes) == shared
     assert (one.targets_N.tolist(), one.predictors_N.tolist()) == (targets, predictors)

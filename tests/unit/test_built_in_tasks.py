@@ -7,16 +7,13 @@ import json
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,13 +49,12 @@ from environments.word_problems import (
     levels_of,
     make_problem,
 )
-from tests.rollout_api import running_server
-from tests.stand_ins import Asked, Reply, Scripted, answering, generated, registration, serving, trained
+from tests.processes import ROOT
+from tests.stand_ins import Scripted, after_setup, registration, scripted, serving, trained
 from tests.unit.factories import refusing
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 
-ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "tests" / "data" / "gsm8k_rows.jsonl"
 END = "<|endoftext|>"
 TOKENIZER = build_tokenizer()
@@ -66,30 +62,15 @@ PLAIN = build_tokenizer()
 PLAIN.chat_template = None
 
 
-def environment(cls: Any, config: Any, texts: Sequence[str], plain: Any = False, **changes: Any) -> Any:
-    tokenizer = PLAIN if plain else TOKENIZER
-    settings = config(**({"tokenizer_name": "demo", "group_size": len(texts)} | changes))
-    return cls(settings, Scripted(tokenizer, lambda _: texts), tokenizer)
-
-
 def result(env: Any, work: Callable[[], Any]) -> Any:
-    """What the environment's coroutine gives after `setup`."""
-
-    async def scene() -> Any:
-        try:
-            await env.setup()
-            return await work()
-        finally:
-            await env.close()
-
-    return asyncio.run(scene())
+    return asyncio.run(after_setup(env, work))
 
 
 # ---------------------------------------------------------------- arithmetic
 
 
 def arithmetic(*texts: str, **changes: Any) -> ArithmeticEnv:
-    return environment(ArithmeticEnv, ArithmeticConfig, texts, **changes)
+    return scripted(ArithmeticEnv, *texts, config=ArithmeticConfig, **changes)
 
 
 def test_arithmetic_prompt_answer_and_reward() -> None:
@@ -157,7 +138,7 @@ TOM = WordProblem(1, "Tom has 7 apples. He buys 5 more. How many apples does Tom
 
 
 def words(*texts: str, **changes: Any) -> WordProblemsEnv:
-    env = environment(WordProblemsEnv, WordProblemsConfig, texts, **changes)
+    env = scripted(WordProblemsEnv, *texts, config=WordProblemsConfig, **changes)
     asyncio.run(env.setup())
     return env
 
@@ -229,7 +210,7 @@ def test_word_problems_an_answer_counts_if_it_is_right_and_has_ended() -> None:
     assert env.measures.take() == {"level": 1.0, "accuracy_level_1": pytest.approx(1 / 3)}
     question = f"{TOM.text} End with the number."
     assert env.prompt(TOM) == [{"role": "user", "content": question}]
-    assert words("1", plain=True).prompt(TOM) == f"{question}\nAnswer:"
+    assert words("1", tokenizer=PLAIN).prompt(TOM) == f"{question}\nAnswer:"
 
 
 @pytest.mark.parametrize(("level", "drawn"), [("2-3", {2, 3}), ("auto", {4, 5})])
@@ -242,24 +223,14 @@ def test_word_problems_are_of_the_chosen_or_mixed_levels(level: str, drawn: set[
     assert env.state() == {"position": 60, "means": kept}
 
 
-@pytest.mark.parametrize("error", [None, ZeroDivisionError("in one row"), KeyboardInterrupt(), SystemExit(0)])
-def test_word_problems_evaluation_loses_one_row(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> None:
+def test_word_problems_evaluation_is_the_share_of_right_answers() -> None:
     problems = held_out_problems([1, 2], 20)
     env = words(f"{problems[0].answer}{END}", level="1-2", eval_questions=20)
-    encode, lost = env.encode, env.prompt(problems[3])
-
-    def encode_but_one(prompt: Any) -> list[int]:
-        if error is not None and prompt == lost:
-            raise error
-        return encode(prompt)
-
-    monkeypatch.setattr(env, "encode", encode_but_one)
     found = asyncio.run(env.evaluate())
-    scored = [problem for problem in problems if error is None or problem is not problems[3]]
-    share = sum(problem.answer == problems[0].answer for problem in scored) / len(scored)
-    assert (found["questions"], found["rows_failed"]) == (len(scored), 20 - len(scored))
+    share = sum(problem.answer == problems[0].answer for problem in problems) / 20
+    assert (found["questions"], found["rows_failed"]) == (20, 0)
     assert found["accuracy"] == share > 0 and {"accuracy_level_1", "accuracy_level_2"} <= set(found)
-    assert (found["accuracy_low"], found["accuracy_high"]) == wilson(share, len(scored))
+    assert (found["accuracy_low"], found["accuracy_high"]) == wilson(share, 20)
 
 
 # ---------------------------------------------------------------- GSM8K
@@ -274,7 +245,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gsm8k(*texts: str, **changes: Any) -> Gsm8kEnv:
-    return environment(Gsm8kEnv, Gsm8kConfig, texts, **({"judge_workers": 1} | changes))
+    return scripted(Gsm8kEnv, *texts, config=Gsm8kConfig, judge_workers=1, **changes)
 
 
 def questions_of(path: Path, split: Any = "train") -> list[Question]:
@@ -354,7 +325,7 @@ def test_gsm8k_the_prompt_is_a_chat_where_there_is_a_template() -> None:
     assert "####" in chat[0]["content"] and chat[1]["content"] == "How many?"
     silent = gsm8k("1", system_prompt="")
     assert silent.asked(silent.prompt(ASKED)) == chat[1:]
-    plain = gsm8k("1", system_prompt="Say it.", plain=True)
+    plain = gsm8k("1", system_prompt="Say it.", tokenizer=PLAIN)
     assert plain.asked(plain.prompt(ASKED)) == "Say it.\n\nQuestion: How many?\nAnswer:"
 
 
@@ -414,7 +385,7 @@ class Answering(Scripted):
 
 def test_synthetic_groups() -> None:
     settings = {"prompt_tokens": 20, "completion_mean": 12, "max_token_length": 50}
-    env = environment(SyntheticEnv, SyntheticConfig, ["", "", ""], **settings)
+    env = scripted(SyntheticEnv, *3 * [""], config=SyntheticConfig, **settings)
     env.server = server = Answering(TOKENIZER, lambda _: [])
 
     async def scene() -> list[Any]:
@@ -439,18 +410,6 @@ def program(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Co
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=250, env=env)
 
 
-def generate(asked: Asked) -> Reply:
-    """The answers of an inference server: 20 or 21, another token, and the end."""
-    body = asked.json()
-    return Reply(json=generated(body, *([20 + i % 2, 21, 1] for i in range(body["n"]))))
-
-
-@pytest.fixture
-def api() -> Iterator[httpx.Client]:
-    with running_server() as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -461,24 +420,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def command(name: str, model: str, server: str, *more: str) -> list[str]:
     servers = ["--openai.base_url", f"{server}/v1", "--openai.server_type", "vllm"]
     return ["-m", "environments.arithmetic", name, "--env.tokenizer_name", model, *servers, *more]
-
-
-@pytest.mark.usefixtures("warm_trainers")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_program_serves_and_ends_when_asked(model: str, api: httpx.Client, number: signal.Signals) -> None:
-    trainer = registration(16, max_token_len=64, num_steps=100)
-    api.post("/register", json=msgspec.to_builtins(trainer)).raise_for_status()
-    with answering(generate) as server:
-        arguments = command("serve", model, server, "--env.rollout_server_url", str(api.base_url))
-        process = subprocess.Popen([sys.executable, *arguments], stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        batches = 0
-        while batches < 2 and process.poll() is None:
-            batches += api.get("/batch").json()["batch"] is not None
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, batches) == (0, 2) and "Traceback" not in said, said
-    (environment,) = api.get("/status").json()["environments"]
-    assert environment["name"] == "arithmetic_0"
 
 
 @pytest.mark.usefixtures("warm_trainers")
@@ -511,7 +452,6 @@ def test_program_mistakes_end_with_status_2_and_one_line(
 # every built-in environment ------------------------------------------------------------------------------------------
 
 
-GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_rows.jsonl"
 KNOWN = {**BUILT_IN, "synthetic": BuiltIn("environments.synthetic", "SyntheticConfig")}
 
 Options = Callable[[Path], dict[str, Any]]
@@ -530,15 +470,14 @@ def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., BaseE
     """Makes the environment before a policy that says 46 or 7."""
     name, found = request.param, KNOWN[request.param]
     for split in ("train", "test"):
-        shutil.copy(GSM8K, tmp_path / f"{split}.jsonl")
+        shutil.copy(ROWS, tmp_path / f"{split}.jsonl")
 
     def make(**changes: Any) -> BaseEnv[Any, Any]:
         module = import_module(found.settings_module or found.module)
         options = OPTIONS[name](tmp_path) | changes
         data = options.pop("data", None)
-        config = getattr(module, found.settings)(tokenizer_name="m", group_size=2, **options)
-        server = Scripted(TOKENIZER, lambda _: ["46<|endoftext|>", "7<|endoftext|>"])
-        env: BaseEnv[Any, Any] = environment_class(module)(config, server, TOKENIZER)
+        config = getattr(module, found.settings)
+        env = scripted(environment_class(module), "46<|endoftext|>", "7<|endoftext|>", config=config, **options)
         if data is not None:
             env.data, env.rewards = data, (RewardConfig(function="exact_match"),)
         return env

@@ -27,7 +27,7 @@ from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.tokenizers import after_thinking, opens_thinking, prompt_ids, render, turn_end
 from environments.trajectory import Message
-from tests.stand_ins import Scripted
+from tests.stand_ins import scripted
 
 ALTERNATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -51,19 +51,13 @@ def test_known_tokens_of_any_config(tmp_path: Path, config: object, size: int | 
 
 @dataclass(frozen=True)
 class Family:
-    """A model's chat template, and the tokens that it uses.
-
-    Attributes:
-        end: The token that ends a turn.
-        other: Another token at which sampling stops.
-        bos: BOS tokens that the template writes before `turns` of the user.
-    """
+    """A model's chat template, and the tokens that it uses."""
 
     template: str
-    end: str
-    other: str
+    end: str  # of a turn
+    other: str  # another token at which sampling stops
     marks: Sequence[str] = ()
-    bos: str = "none"
+    bos: str = "none"  # BOS tokens that the template writes before the user's turns
 
     def beginnings(self, turns: int) -> int:
         return {"none": 0, "one": 1, "each": turns}[self.bos]
@@ -138,9 +132,7 @@ SYMBOLS = [*sorted(set(" \n.,:;!?<>/|[]_()+-=*'\"")), *"abcdefghijklmnopqrstuvwx
 def build(name: str, *, words: bool = False, appends_eos: bool = False) -> Any:
     """Return a tokenizer with one token a character, that puts BOS before text.
 
-    Args:
-        words: Each text begins with a space, as with SentencePiece.
-        appends_eos: It puts EOS after text.
+    With `words` each text begins with a space, as with SentencePiece.
     """
     family = FAMILIES[name]
     eos = family.end if name in ("llama2", "mistral0.2", "zephyr") else family.other
@@ -290,7 +282,7 @@ class Asks(MultiTurnEnv[str]):
 @pytest.mark.parametrize("name", ["gemma2", "mistral0.2"])
 def test_an_instruction_goes_before_the_users_message_where_the_system_role_is_refused(name: str) -> None:
     tokenizer = build(name)
-    talk = Asks(MultiTurnConfig(tokenizer_name="demo"), Scripted(tokenizer, lambda _: []), tokenizer).begin("how many?")
+    talk = scripted(Asks, config=MultiTurnConfig, tokenizer=tokenizer).begin("how many?")
     assert tokenizer.decode(talk.tokens) == render(tokenizer, [user("be short\n\nhow many?")])
     say(talk, tokenizer, "two", FAMILIES[name].end)
     assert talk.hear([user("sure?")])
@@ -343,7 +335,7 @@ def test_thinking_that_the_template_opened_is_part_of_the_turn() -> None:
     assert opens_thinking(tokenizer, talk.tokens)
     say(talk, tokenizer, "17", "<|im_end|>")
     assert talk.messages[-1]["content"] == "<think>17"
-    env = Asks(MultiTurnConfig(tokenizer_name="demo"), Scripted(tokenizer, lambda _: []), tokenizer)
+    env = scripted(Asks, config=MultiTurnConfig, tokenizer=tokenizer)
     for text, answer in (("17", ""), ("17</think>18", "18")):
         completion = Completion(prompt_ids(tokenizer, [user("x")]), tokenizer.encode(text), [], text, "length", 1)
         assert env.answer_of(completion).removeprefix("<s>") == answer
@@ -392,8 +384,8 @@ class Doubles(Asks):
 def test_thinking_and_tools_of_qwen(template: str, thinks: bool) -> None:
     tokenizer = build.__wrapped__("chatml")
     tokenizer.chat_template = template
-    config = MultiTurnConfig(tokenizer_name="demo", chat_template_kwargs={} if thinks else {"enable_thinking": False})
-    env = Doubles(config, Scripted(tokenizer, lambda _: []), tokenizer)
+    variables = {} if thinks else {"enable_thinking": False}
+    env = scripted(Doubles, config=MultiTurnConfig, tokenizer=tokenizer, chat_template_kwargs=variables)
     talk = env.begin("x")
     opened = {(QWEN3, True): "", (QWEN3_5, True): "<think>\n"}.get((template, thinks), "<think>\n\n</think>\n\n")
     assert tokenizer.decode(talk.tokens).endswith(f"<|im_start|>assistant\n{opened}")
@@ -407,4 +399,4 @@ def test_thinking_and_tools_of_qwen(template: str, thinks: bool) -> None:
     told = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
     turn = f"{thought}{CALLS[template]}<|im_end|>\n{told}<|im_start|>assistant\n{opened}"
     assert talk.tokens[before:] == tokenizer.encode(turn, add_special_tokens=False)
-    assert turn_end(tokenizer, config.chat_template_kwargs) == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert turn_end(tokenizer, variables) == tokenizer.convert_tokens_to_ids("<|im_end|>")

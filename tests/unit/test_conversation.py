@@ -22,7 +22,7 @@ from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.tool_calls import FORMS, ToolCall, ToolFormat, tool_calls, tool_format
 from environments.trajectory import Message, Trajectory, TurnReward, scored_group, turn_advantages
-from tests.stand_ins import Scripted
+from tests.stand_ins import Scripted, scripted
 
 CHATML = (
     "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
@@ -228,9 +228,7 @@ class Shaky(MultiTurnEnv[int]):
 
 
 def shaky(tokenizer: Qwen2Tokenizer, fails: Callable[[int], BaseException | None]) -> Shaky:
-    made = Shaky(
-        MultiTurnConfig(tokenizer_name="m", group_size=3), Scripted(tokenizer, lambda _: ["a" + END]), tokenizer
-    )
+    made = scripted(Shaky, "a" + END, config=MultiTurnConfig, tokenizer=tokenizer, group_size=3)
     made.fails = fails
     return made
 
@@ -434,8 +432,6 @@ def test_the_form_of_a_template(template: str | None, form: ToolFormat) -> None:
     ("template", "setting", "turn", "heard"),
     [
         (HERMES, "auto", hermes('{"name": "add", "arguments": {"a": 2, "b": 3}}'), ["5"]),
-        (CODER, "auto", "<function=add><parameter=a>2</parameter><parameter=b>3</parameter></function>", ["5"]),
-        (LLAMA, "auto", '{"name": "add", "parameters": {"a": 2, "b": 3}}', ["5"]),
         (HERMES, "llama3_json", '{"name": "add", "parameters": {"a": 2, "b": 3}}', ["5"]),
         (HERMES, "auto", '{"name": "add", "parameters": {"a": 2, "b": 3}}', []),
         (HERMES, "auto", hermes('{"name": "add", "arguments": {"a": 2, "c": 3}}'), ["TypeError: add() got"]),
@@ -446,8 +442,7 @@ def test_the_form_of_a_template(template: str | None, form: ToolFormat) -> None:
 def test_tool_calls_in_the_form_of_the_template(template: str, setting: Any, turn: str, heard: list[str]) -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
-    config = MultiTurnConfig(tokenizer_name="demo", tool_format=setting)
-    env = Sums(config, Scripted(tokenizer, lambda _: []), tokenizer)
+    env = scripted(Sums, config=MultiTurnConfig, tokenizer=tokenizer, tool_format=setting)
     messages = asyncio.run(env.call_tools(turn))
     assert all(message["role"] == "tool" for message in messages)
     pairs = zip(messages, heard, strict=True)

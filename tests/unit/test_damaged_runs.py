@@ -25,7 +25,6 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, Settings, parse_settings
 from environments.config import ConfigError as EnvironmentConfigError
 from environments.demo_model.folder import MARKER, Recipe, finished_before
-from environments.demo_model.model import build_tokenizer
 from environments.items import Shuffled
 from environments.running.state import FOLDER as STATES
 from environments.running.state import DataSet, StateFiles, keep, refuse_changed
@@ -51,7 +50,7 @@ from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import newest_whole, refuse_unreadable
 from grpo_trainer.trainer import Trainer
 from tests.old_runs import FINISHED, MODEL, UNFINISHED, copy_of
-from tests.stand_ins import Scripted
+from tests.stand_ins import scripted
 from tests.unit.factories import refusing
 from tests.unit.test_report import html_of, row, write_run
 
@@ -163,7 +162,7 @@ def test_states_of_environments_and_demo_models_may_be_damaged(tmp_path: Path, d
     states.save(3, {"position": 2})
     (tmp_path / "sums" / "step-4.json").write_bytes(damage)
     (tmp_path / "sums" / "step-x.json").write_bytes(b"{}")
-    env = BaseEnv[str](BaseEnvConfig(tokenizer_name="demo"), Scripted(None, lambda _: []), build_tokenizer())
+    env = scripted(BaseEnv[str])
     env.items = Shuffled(["a", "b", "c"], seed=0)
     assert states.newest(9, env.restore) == {"position": 2} and env.state() == {"position": 2}
     assert states.newest(2) is None
@@ -223,20 +222,26 @@ DAMAGE = st.one_of(
         st.sampled_from(PIECES) | st.binary(max_size=40),
     ),
 )
+DAMAGES = st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=3)
 
 
-def damaged(data: bytes, how: str, place: float, piece: bytes) -> bytes:
-    at = int(place * len(data))
-    match how:
-        case "cut":
-            return data[: max(1, at)]
-        case "insert":
-            return data[:at] + piece + data[at:]
-        case "overwrite":
-            return data[:at] + piece + data[at + len(piece) :]
-        case _:
-            at = data.find(b"\n", at) + 1
-            return data[:at] + piece + b"\n" + data[at:]
+Damage = list[tuple[Path, tuple[str, float, bytes]]]
+
+
+def damage_files(folder: Path, damage: Damage) -> None:
+    for file, (how, place, piece) in [(folder / path, what) for path, what in damage if (folder / path).is_file()]:
+        data = file.read_bytes()
+        at = int(place * len(data))
+        match how:
+            case "cut":
+                file.write_bytes(data[: max(1, at)])
+            case "insert":
+                file.write_bytes(data[:at] + piece + data[at:])
+            case "overwrite":
+                file.write_bytes(data[:at] + piece + data[at + len(piece) :])
+            case _:
+                at = data.find(b"\n", at) + 1
+                file.write_bytes(data[:at] + piece + b"\n" + data[at:])
 
 
 def read_everything(folder: Path) -> None:
@@ -255,31 +260,25 @@ def read_everything(folder: Path) -> None:
             run_folder(Case(look(), config))
 
 
-@given(
-    st.sampled_from([FINISHED, UNFINISHED]), st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=3)
-)
-def test_readers_of_a_damaged_run_fuzz(run: Path, damage: list[tuple[Path, tuple[str, float, bytes]]]) -> None:
+@given(st.sampled_from([FINISHED, UNFINISHED]), DAMAGES)
+def test_readers_of_a_damaged_run_fuzz(run: Path, damage: Damage) -> None:
     """Nothing but an error with one message, and every file as it was."""
     with TemporaryDirectory() as place:
         folder = copy_of(run, Path(place))
-        for path, (how, where, piece) in damage:
-            if (folder / path).is_file():
-                (folder / path).write_bytes(damaged((folder / path).read_bytes(), how, where, piece))
+        damage_files(folder, damage)
         before = content(folder)
         read_everything(folder)
         assert content(folder) == before
 
 
-@given(st.lists(st.tuples(st.sampled_from(FILES), DAMAGE), min_size=1, max_size=3))
-def test_resuming_a_damaged_run_fuzz(damage: list[tuple[Path, tuple[str, float, bytes]]]) -> None:
+@given(DAMAGES)
+def test_resuming_a_damaged_run_fuzz(damage: Damage) -> None:
     """Training goes on from a whole checkpoint or ends with an error; what was in a file is somewhere."""
     options = tomllib.loads((FINISHED / "config" / "trainer.toml").read_text())
     with TemporaryDirectory() as place:
         folder = copy_of(FINISHED, Path(place))
         (folder / RUN_ID_FILE).write_text("0123456789ab\n")
-        for path, (how, where, piece) in damage:
-            if (folder / path).is_file():
-                (folder / path).write_bytes(damaged((folder / path).read_bytes(), how, where, piece))
+        damage_files(folder, damage)
         before = content(folder)
         places = {"save_path": str(folder / "checkpoints"), "log_dir": str(folder)}
         config = build(TrainConfig, {**options, **places, "model_name": str(MODEL), "resume": "auto", "device": "cpu"})

@@ -30,7 +30,7 @@ from environments.demo_model.model import build_tokenizer
 from environments.running.cli import process
 from environments.running.groups import ALL_UNSCORED, EnvironmentFailed, unfit
 from environments.running.state import keep
-from tests.stand_ins import Asked, Reply, Scripted, answering
+from tests.stand_ins import Asked, Reply, after_setup, answering, scripted
 from tests.unit.factories import refusing
 
 END = "<|endoftext|>"
@@ -66,7 +66,7 @@ async def judged(completions, prompt, **kwargs):
     if prompt[0] == "3+1=":
         await asyncio.Event().wait()
     if prompt[0] == "5+1=":
-        raise KeyError("no judge")
+        raise SystemExit("no judge")
     return [1.0] * len(completions)
 
 def broken(completions, prompt):
@@ -103,19 +103,14 @@ def environment(
     **changes: Any,
 ) -> DatasetEnv:
     """An environment whose rewards are functions of `CODE`: `right` if none is named."""
-    config = DatasetConfig(**({"tokenizer_name": "demo", "group_size": len(answers)} | changes))
-    env = DatasetEnv(config, Scripted(tokenizer, lambda _: answers), tokenizer)
+    env = scripted(DatasetEnv, *answers, config=DatasetConfig, tokenizer=tokenizer, **changes)
     env.data = DataConfig(path=str(data), **(options or {}))
     env.rewards = tuple(RewardConfig.model_validate(f"{data.parent}/my.py:{each}") for each in rewards or ("right",))
     return env
 
 
 def group_of(env: DatasetEnv, item: int = 0) -> wire.ScoredData:
-    async def scene() -> wire.ScoredData | None:
-        await env.setup()
-        return await env.collect_trajectories(item)
-
-    group = asyncio.run(scene())
+    group = asyncio.run(after_setup(env, lambda: env.collect_trajectories(item)))
     assert group is not None
     return group
 
@@ -126,11 +121,7 @@ def asked(env: DatasetEnv, item: int = 0) -> Any:
 
 
 def evaluated(env: DatasetEnv) -> dict[str, float]:
-    async def scene() -> dict[str, float]:
-        await env.setup()
-        return await env.evaluate()
-
-    return asyncio.run(asyncio.wait_for(scene(), 60))
+    return asyncio.run(asyncio.wait_for(after_setup(env, env.evaluate), 60))
 
 
 # ---------------------------------------------------------------- groups
@@ -463,7 +454,6 @@ def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> N
     [
         ("broken.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n', ", line 3", '{"prompt":'),
         ("number.jsonl", b'{"prompt": "a"}\n7\n', ", line 2", "7"),
-        ("array.jsonl", b'[{"prompt": "a"}]\n', ", line 1", '[{"prompt": "a"}]'),
         ("latin.jsonl", '{"prompt": "caf\xe9"}\n'.encode("latin-1"), ", line 1", "utf-8"),
         ("escape.jsonl", b"\x1b[31mred\n", ", line 1", "\\x1b[31mred"),
         ("half.jsonl", b'{"prompt": "a"}\n{"prompt": "1+\\ud83d"}\n', ", line 2", "surrogates"),
@@ -472,7 +462,6 @@ def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> N
         ("numbers.json", b'[{"prompt": "a"}, 7]', ", row 2", "7"),
         ("wide.jsonl", LINES.encode("utf-16"), ", line 1", "utf-8"),
         ("empty.jsonl", b"", "", "no rows"),
-        ("blank.jsonl", b"\n\n", "", "no rows"),
         ("none.json", b"[]", "", "no rows"),
         ("stray.jsonl.gz", b"no gzip", "", ""),
         ("cut.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "", ""),

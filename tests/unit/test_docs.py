@@ -384,14 +384,10 @@ def test_readme_fits_on_a_few_screens_and_begins_with_what_to_type() -> None:
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("## Papers")[2].partition("\n## ")[0]
-ROWS = re.findall(r"^\| (.+?) \| `(--[^`]+)` \|", PAGE, re.MULTILINE)
-
-
-@pytest.mark.parametrize(("paper", "flags"), ROWS, ids=[re.sub(r"\W+", " ", paper) for paper, _ in ROWS])
-def test_every_papers_flags_build_a_configuration(paper: str, flags: str) -> None:
-    build(TrainConfig, {"model_name": "m", **values_of(flags)})
+PAPERS = re.findall(r"^\| .+? \| `(--[^`]+)` \|", PAGE, re.MULTILINE)
 
 
 def test_the_papers_are_all_there() -> None:
-    found = {build(TrainConfig, {"model_name": "m", **values_of(flags)}).loss for _, flags in ROWS}
+    """The flags of each build a configuration."""
+    found = {build(TrainConfig, {"model_name": "m", **values_of(flags)}).loss for flags in PAPERS}
     assert found == {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"}

@@ -41,7 +41,7 @@ from environments.running.settings_check import check, check_server, group_size
 from environments.tokenizers import load_tokenizer, render
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_trainer.rollouts.groups import to_group
-from tests.stand_ins import Scripted
+from tests.stand_ins import scripted
 from tests.unit.factories import refusing
 
 TOKENIZER = ["--env.tokenizer_name", "model"]
@@ -125,7 +125,7 @@ class Echo(BaseEnv[Any]):
 def build(template: str | None = SHOWS_ROLES, **settings: Any) -> Echo:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
-    return Echo(BaseEnvConfig(tokenizer_name="demo", **settings), Scripted(tokenizer, lambda _: []), tokenizer)
+    return scripted(Echo, tokenizer=tokenizer, **settings)
 
 
 def asked(env: Echo, prompt: Any) -> str:
@@ -160,8 +160,7 @@ def test_stop_at_turn_end(
         additional_special_tokens=["<turn>"],
         chat_template="{% for m in messages %}{{ m.content }}<turn>{% endfor %}",
     )
-    settings = BaseEnvConfig(tokenizer_name=str(tmp_path), **options)
-    env = Echo(settings, Scripted(tokenizer, lambda _: []), tokenizer)
+    env = scripted(Echo, tokenizer=tokenizer, tokenizer_name=str(tmp_path), **options)
     assert env.sampling(9).stop_token_ids == stops
     assert "more_stops" not in asyncio.run(env.rehearse("a", lambda _: None))
     env.sampling = Sampling  # type: ignore[method-assign, assignment]  # an environment's own, without more_stops
@@ -287,9 +286,7 @@ class Cut(Echo):
 
 
 def group_of(**settings: Any) -> tuple[wire.ScoredData, Cut]:
-    tokenizer = build_tokenizer()
-    config = BaseEnvConfig(tokenizer_name="demo", group_size=3, **settings)
-    env = Cut(config, Scripted(tokenizer, lambda _: []), tokenizer)
+    env = scripted(Cut, group_size=3, **settings)
     group = asyncio.run(env.scored("hi"))
     assert group is not None
     return group, env

@@ -20,6 +20,7 @@ from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
+from environments.peers.http import PeerError
 from environments.running import groups, runner
 from environments.running.cli import evaluate, process
 from environments.running.groups import EnvironmentFailed, GroupTimeout
@@ -48,24 +49,11 @@ def group(
     )
 
 
-def together(*groups: wire.ScoredData) -> wire.ScoredData:
-    """One group of the sequences of several."""
-    return wire.ScoredData(
-        tokens=[tokens for each in groups for tokens in each.tokens],
-        masks=[mask for each in groups for mask in each.masks],
-        scores=[score for each in groups for score in each.scores],
-    )
-
-
 TOKENIZER = build_tokenizer()
 
 
 class Sums(BaseEnv[int]):
-    """Delivers groups without a server; what an item turns into, and what an evaluation finds, is for each test to say.
-
-    Attributes:
-        evaluated_at: the trainer's step at each evaluation.
-    """
+    """Delivers groups without a server; each test says what an item turns into, and what an evaluation finds."""
 
     name = "sums"
 
@@ -78,7 +66,7 @@ class Sums(BaseEnv[int]):
         super().__init__(settings, None, TOKENIZER)  # type: ignore[arg-type]
         self.collect, self.found = collect, found
         self.items = iter(range(1, 10_000))
-        self.evaluated_at: list[int] = []
+        self.evaluated_at: list[int] = []  # the trainer's step at each evaluation
 
     async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
         return await self.collect(item)
@@ -263,17 +251,11 @@ async def test_runner_goes_on_after_an_evaluation_that_fails(caplog: pytest.LogC
 
 @dataclass(frozen=True)
 class Loss:
-    """What goes wrong with an item.
-
-    Attributes:
-        make: the group, or an error.
-        said: what the log says of items 2 and 3.
-        got: what the error says if it goes wrong with every item; None: the environment goes on.
-    """
+    """What goes wrong with an item."""
 
     make: Callable[[Sums], Awaitable[wire.ScoredData | None]]
-    said: str
-    got: str | None
+    said: str  # of items 2 and 3, in the log
+    got: str | None  # of the error if it goes wrong with every item; None: the environment goes on
 
 
 async def too_long(env: Sums) -> wire.ScoredData | None:
@@ -306,6 +288,7 @@ def made(one: wire.ScoredData | None) -> Callable[[Sums], Awaitable[wire.ScoredD
 
 
 NEGATIVE = msgspec.structs.replace(group(), tokens=[[1, 2, 3], [1, 2, -3]])
+LONG = wire.ScoredData(tokens=[[0, 1, 2], [*range(17)]], masks=[[-100, 1, 2], [-100, *range(1, 17)]], scores=[1.0, 0.0])
 LOSSES = {
     "prompt too long": Loss(too_long, groups.LOSSES[PromptTooLong], "--env.max_token_length: got 100,"),
     "error": Loss(no_reward, "ZeroDivisionError", repr(ZeroDivisionError("no reward"))),
@@ -314,7 +297,7 @@ LOSSES = {
     "never ends": Loss(never_ends, groups.LOSSES[GroupTimeout], "--env.group_timeout: got 0.2 s"),
     "refused by the API": Loss(made(NEGATIVE), "tokens[1][2]", "tokens[1][2]"),
     "nothing to train on": Loss(made(group(trained=False)), "no token", "no token"),
-    "too long": Loss(made(together(group((1.0,)), group((0.0,), 17))), "trainer's 16 tokens", "trainer's 16 tokens"),
+    "too long": Loss(made(LONG), "trainer's 16 tokens", "trainer's 16 tokens"),
     "too many": Loss(made(group((1.0, 0.0, 1.0))), "3 sequences for 2", "3 sequences for 2"),
     "malformed": Loss(made(msgspec.structs.replace(group(), overrides=[{}])), "ValueError", "ValueError"),
     "not finite": Loss(made(group((float("nan"), 0.0))), "not finite", "not finite"),
@@ -380,6 +363,11 @@ async def test_process_writes_each_group_that_is_made(
     with nullcontext() if written == 40 else pytest.raises(EnvironmentFailed):
         await process(Sums(config(data_path_to_save_groups=path), collect), 40)
     assert len(path.read_bytes().splitlines()) == written
+    env = Sums(config(data_path_to_save_groups=tmp_path / "few.jsonl"), plain)
+    env.items = iter(range(3))
+    with refusing(PeerError, "sums", got="3 groups", wanted="4 groups"):
+        await process(env, 4)
+    assert len((tmp_path / "few.jsonl").read_bytes().splitlines()) == 3
 
 
 async def test_a_group_larger_than_the_batch_is_refused() -> None:

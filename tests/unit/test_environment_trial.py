@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import psutil
 import pytest
+from rich.console import Console
 
 from environments import base
 from environments.__main__ import main
@@ -28,7 +26,6 @@ from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.config import VerifiersConfig
 from environments.gsm8k import Gsm8kConfig
 from environments.multi_turn import MultiTurnConfig
-from environments.peers.http import PeerError
 from environments.peers.inference import Completion
 from environments.running import cli
 from environments.running.trial import REPORT_VARIABLE, report
@@ -36,10 +33,11 @@ from environments.scoring import settled
 from grpo_common.errors import Problem
 from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.run import build_run
+from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch import trial
 from grpo_trainer.launch.trial import Trial, trying
-from tests.stand_ins import Scripted
-from tests.unit.factories import refusing
+from grpo_trainer.run import run
+from tests.stand_ins import Scripted, scripted
 
 pytestmark = pytest.mark.usefixtures("warm_trainers")
 
@@ -322,17 +320,13 @@ def test_no_command_ends_in_silence(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """FAULTS of a module that only defined a class: `serve` printed nothing and exited with 0."""
-    command = [sys.executable, "-m", "grpo_trainer", "env", write("x = 1\n"), "serve"]
-    nothing = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert nothing.returncode == 2 and "no class" in nothing.stderr
     monkeypatch.setattr(sys, "path", [*sys.path])
-    write(CAPITALS)
-    for words, status, said in (
-        (["try", "--env.tokenizer_name", str(model)], 0, "capitals: "),
-        (["server"], 2, "COMMAND"),
+    for code, words, status, said in (
+        ("x = 1\n", ["serve"], 2, "no class"),
+        (CAPITALS, ["try", "--env.tokenizer_name", str(model)], 0, "capitals: "),
     ):
         with pytest.raises(SystemExit, match=str(status)):
-            main(["mine.py", *words])
+            main([write(code), *words])
         sys.modules.pop("mine", None)
         assert said in "".join(capsys.readouterr())
 
@@ -340,12 +334,10 @@ def test_no_command_ends_in_silence(
 def test_a_run_refuses_a_wrong_environment_before_it_starts_anything(model: Path) -> None:
     write(CAPITALS.replace("item[1])", 'item["capitol"])'))
     (model / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 258}')
-    command = [sys.executable, "-m", "grpo_trainer", "run", "--model", str(model), "--env", "mine.py"]
-    command += ["--weight-bridge-mode", "lora_only", "--run-dir", "run", "--api.port", "0", "--server.port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False, env={**os.environ})
-    assert done.returncode == 2, done.stderr
-    assert "score()" in done.stderr and "mine.py:12" in done.stderr and not Path("run").exists()
-    assert "vLLM" not in done.stdout
+    flags = {"model_name": str(model), "weight_bridge_mode": "lora_only", "env": "mine.py", "run_dir": "run"}
+    with pytest.raises(ConfigError) as refused:
+        run(build_run({}, {**flags, "api.port": 0, "server.port": 0}), Console(quiet=True))
+    assert "score()" in str(refused.value) and "mine.py:12" in str(refused.value) and not Path("run").exists()
 
 
 # the guide's environments --------------------------------------------------------------------------------------------
@@ -369,15 +361,11 @@ def tens() -> type[BaseEnv[Any]]:
     return shown("Tens")
 
 
-def build(env_cls: type[BaseEnv[Any]], says: Sequence[str] = ("40", "46"), **changes: Any) -> BaseEnv[Any]:
-    """The environment before a server that says this, in turns."""
-    tokenizer = build_tokenizer()
-    server = Scripted(tokenizer, lambda _: [f"{text}<|endoftext|>" for text in says])
-    return env_cls(BaseEnvConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes)), server, tokenizer)
+SAYS = "40<|endoftext|>", "46<|endoftext|>"
 
 
 async def test_guide_environment_scores(tens: type[BaseEnv[Any]], capsys: pytest.CaptureFixture[str]) -> None:
-    env = build(tens)
+    env = scripted(tens, *SAYS)
 
     await settled(env.setup())
     forties, fifties = cast("Any", [await env.collect_trajectories(item) for item in ((12, 34), (10, 49))])
@@ -400,38 +388,20 @@ async def test_guide_environment_scores(tens: type[BaseEnv[Any]], capsys: pytest
 )
 def test_guide_end_token_is_not_scored(tens: type[BaseEnv[Any]], said: str, finish_reason: str, text: str) -> None:
     """As in Gemma and Phi-3, the end of a turn is another token than the tokenizer's `eos_token`."""
-    env = build(tens)
+    env = scripted(tens)
     env.tokenizer.add_special_tokens({"additional_special_tokens": ["<end_of_turn>"]})
     ids = env.tokenizer.encode(said)
     assert env.decode(Completion([1], ids, [-0.5] * len(ids), "", finish_reason, 1)) == text
 
 
-def test_messages_go_through_the_chat_template_and_may_be_left_out(tens: type[BaseEnv[Any]]) -> None:
-    env = build(tens, include_messages=False)
-    chat = [{"role": "system", "content": "Say "}, {"role": "user", "content": "Paris"}]
-    assert env.encode(chat) == env.encode("Say Paris")  # the demo model's template only joins
+def test_messages_may_be_left_out(tens: type[BaseEnv[Any]]) -> None:
+    env = scripted(tens, *SAYS, include_messages=False)
     group = asyncio.run(env.collect_trajectories((12, 34)))
     assert group is not None and group.messages is None
 
 
-def test_process_stops_where_the_items_do(tens: type[BaseEnv[Any]], tmp_path: Path) -> None:
-    env = build(tens, data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=2)
-    items = iter([(12, 34)] * 3)
-
-    async def next_or_none() -> Any:
-        return next(items, None)
-
-    async def no_setup() -> None:
-        return
-
-    env.get_next_item, env.setup = next_or_none, no_setup  # type: ignore[method-assign]
-    with refusing(PeerError, "tens", got="3 groups", wanted="4 groups"):
-        asyncio.run(cli.process(env, 4))
-    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
-
-
 async def test_the_guides_port_of_an_environment_of_atropos_works() -> None:
-    env = build(shown("PortedCapitals"), says=("Paris", "Rome"))
+    env = scripted(shown("PortedCapitals"), "Paris<|endoftext|>", "Rome<|endoftext|>")
 
     await settled(env.setup())
     group = await env.collect_trajectories({"country": "France", "capital": "Paris"})
@@ -441,7 +411,7 @@ async def test_the_guides_port_of_an_environment_of_atropos_works() -> None:
 
 @pytest.mark.parametrize(("said", "heard"), [("20", "Higher."), ("90", "Lower."), ("50", None), ("what?", None)])
 def test_the_guides_conversation_says_higher_or_lower(said: str, heard: str | None) -> None:
-    env = build(shown("Guess"))
+    env = scripted(shown("Guess"))
     talk = Conversation(build_tokenizer(), [{"role": "user", "content": "Guess"}])
     talk.say(Completion(talk.tokens, [1], [-1.0], said, "stop", 1), said)
     answer = asyncio.run(env.respond(50, talk))  # type: ignore[attr-defined]
