@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_trainer.cli import main
+from grpo_trainer.launch import plan
 from tests.processes import ROOT, assert_ended, family, running, tail, wait_for
 from tests.runs import (
     arguments,
@@ -112,21 +114,16 @@ def test_a_full_disk_stops_the_run_with_the_place(demo_model: Path, tmp_path: Pa
     assert_ended(members)
 
 
-LIMIT = 20.0
+LIMIT = 10.0
 """Seconds that the rollout API has to be ready here: more than it takes, fewer than the run takes."""
-SHORT_START = f"""
-from grpo_trainer.launch import plan
-plan.API_START_SECONDS = {LIMIT}
-from grpo_trainer.cli import main
-main()
-"""
 
 
 def test_a_run_with_keys_outlasts_the_time_to_be_ready(demo_model: Path, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     options = {"training_steps": 100_000, "checkpoint_interval": 0, "rollout_api_key": "door-of-the-api"}
-    _, _, *command = arguments(demo_model, run_dir, **options)
-    with running("-c", SHORT_START, *command, log=log, env={"VLLM_API_KEY": "door-of-the-server"}) as process:
+    _, _, *words = arguments(demo_model, run_dir, **options)
+    command = ["-m", "tests.integration.test_run", *words]
+    with running(*command, log=log, env={"VLLM_API_KEY": "door-of-the-server"}) as process:
 
         def has_outlasted() -> bool:
             done = rows(run_dir)
@@ -170,3 +167,8 @@ def test_a_trainer_process_that_dies_ends_the_run_with_its_name(demo_model: Path
         assert finished(process, log, 60) not in (0, 130), tail(log)
     assert_ended(members)
     assert re.search(r"trainer-1: .*SIGKILL", log.read_text(), re.IGNORECASE)
+
+
+if __name__ == "__main__":
+    plan.API_START_SECONDS = LIMIT
+    main()
