@@ -10,7 +10,7 @@ made by the others too (`everywhere`). Figures are compared with the trainer's o
 
     from tests.shared_contract import PROMISES, SharedContract
 
-    SharedContract([server], folder).follows_each_step()
+    SharedContract([server], folder).follows_each_step_and_hands_over()
 """
 
 from __future__ import annotations
@@ -256,8 +256,12 @@ class SharedContract:
 
     # ---------------------------------------------------------------------------------------------- promises
 
-    def follows_each_step(self) -> None:
-        """The proof passes and leaves nothing behind; each step is served at once; old bits are the old policy."""
+    def follows_each_step_and_hands_over(self) -> None:
+        """The proof passes and leaves nothing behind; each step is served at once; old bits are the old policy.
+
+        A gradient that is not finite touches neither weights nor version, and another trainer continues from the
+        weights that are there.
+        """
         with self.attached() as made:
             first = made.bridge.connect(0)
             before, weights = made.assert_serves(first), made.weights()
@@ -273,45 +277,39 @@ class SharedContract:
                 for now, then in zip(made.assert_serves(version), before, strict=True):
                     assert now.server_logprobs.tolist() != then.server_logprobs.tolist()
             assert made.go_back(kept, first) == first + 3
-            assert same_weights(weights, made.weights())
-            self.assert_same(made.assert_serves(first + 3), before)
-
-    def leaves_weights_of_a_bad_step(self) -> None:
-        """A gradient that is not finite touches neither weights nor version."""
-        with self.attached() as made:
-            version = made.bridge.connect(0)
-            before, weights = made.assert_serves(version), made.weights()
             assert not made.step(POISONED)
             assert same_weights(weights, made.weights())
-            self.assert_same(made.assert_serves(version), before)
-
-    def hands_over_to_another_trainer(self) -> None:
-        """Another trainer continues from the weights that are there."""
-        with self.attached() as made:
-            version = made.bridge.connect(0) + 1
-            assert made.step() and made.bridge.publish(version).version == version
+            self.assert_same(made.assert_serves(first + 3), before)
+            assert made.step() and made.bridge.publish(first + 4).version == first + 4
             weights = made.weights()
         with self.attached() as made:
-            assert made.bridge.connect(0) == version
+            assert made.bridge.connect(0) == first + 4
             assert same_weights(weights, made.weights())
             assert made.step()
-            made.assert_serves(version + 1)
+            made.assert_serves(first + 5)
 
     def heals_after_a_trainer_that_died_writing(self) -> None:
-        """The servers detect by their time limit that a trainer has died within the fence."""
+        """The servers detect by their time limit that a trainer has died within the fence; other trainers refuse."""
         with self.attached() as made:
             self._save(made)
             for client in made.clients:
                 boot = client.wait_until_there().boot_id
                 client.begin_update(UpdateBeginRequest(boot_id=boot, timeout_s=3.0))  # and nothing more is heard of it
-        self._refuses_then_heals()
+        self._refuses()
+        with self.attached() as made, pytest.raises(BridgeError) as refused:
+            made.bridge.connect(0)
+        for problem in refused.value.problems:
+            assert "torn" in problem.got and "--resume auto" in problem.fix
+        assert len(refused.value.problems) == len(self.servers)
+        self._heals()
 
     def heals_after_a_write_that_failed(self) -> None:
         """A trainer whose write fails reports it: no server generates any more."""
         with self.attached() as made, pytest.raises(ZeroDivisionError):
             self._save(made)
             made.steps.fail()
-        self._refuses_then_heals()
+        self._refuses()
+        self._heals()
 
     # ---------------------------------------------------------------------------------------------- with several
 
@@ -321,7 +319,8 @@ class SharedContract:
             self._save(made)
             made.step()
         if moment == "within":
-            self._refuses_then_heals()
+            self._refuses()
+            self._heals()
             return
         assert self.health() == [200] * len(self.servers)
         with self.attached() as made:
@@ -369,15 +368,9 @@ class SharedContract:
         made.checkpoints.save(Progress(1, self.version))
         self.probes = made.assert_serves(self.version)
 
-    def _refuses_then_heals(self) -> None:
+    def _refuses(self) -> None:
         for server in self.servers:
             wait_for("the server refuses", lambda at=server: at.get("/health").status_code == 503, server.log, 30)
-        with self.attached() as made, pytest.raises(BridgeError) as refused:
-            made.bridge.connect(0)
-        for problem in refused.value.problems:
-            assert "torn" in problem.got and "--resume auto" in problem.fix
-        assert len(refused.value.problems) == len(self.servers)
-        self._heals()
 
     def _heals(self) -> None:
         with self.attached(resume="auto") as made:
@@ -396,9 +389,7 @@ def leave(world: World) -> None:
 
 
 PROMISES = [
-    "follows_each_step",
-    "leaves_weights_of_a_bad_step",
-    "hands_over_to_another_trainer",
+    "follows_each_step_and_hands_over",
     "heals_after_a_trainer_that_died_writing",
     "heals_after_a_write_that_failed",
 ]

@@ -172,13 +172,14 @@ def serve(
     wait: bool = True,
     port: int | None = None,
     env: dict[str, str] | None = None,
+    module: str = "vllm_server",
 ) -> Iterator[Serving]:
     """`python -m vllm_server`, by default on a free port, whose log is in `folder`; ended with the block.
 
     A start that fails shows the end of the server's log.
     """
     log, port = folder / "server.log", free_port() if port is None else port
-    command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]
+    command = ["-m", module, "--model", str(model), "--port", str(port)]
     command += ["--kv-cache-memory-bytes", str(64 << 20), *(["--api-key", key] if key else []), *flags]
     with running(*command, log=log, env=env) as process:
         server = Serving(f"http://127.0.0.1:{port}", model, folder / "adapters", log, process, key)

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.config.bridge import ALL_LINEAR
-from tests.processes import ROOT, mentioning, running, tail, wait_for
+from tests.processes import ROOT, free_port, mentioning, running, tail, wait_for
 
 pytestmark = pytest.mark.timeout(400)  # a server starts
 
@@ -114,15 +114,21 @@ def test_sync_of_a_bridge(tmp_path: Path, bridge: str, words: tuple[str, ...]) -
 
 
 def test_step_has_the_loss_of_one_process_whatever_their_number() -> None:
-    def step(*how: str) -> dict[str, Any]:
-        sizes = ["--seqs", "8", "--prompt-len", "6", "--completion-len", "20", "--lognormal"]
-        steps = ["--warmup", "1", "--steps", "2", "--optimizer", "adamw", "--batch-size", "3", "--json"]
-        command = [sys.executable, *how, "-m", "grpo_trainer.bench", "step", "--shape", "tiny", *sizes, *steps]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+    """Each process has the variables that torchrun gives it."""
 
-    alone, together = step(), step("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    def steps(size: int) -> dict[str, Any]:
+        words = ["--shape", "tiny", "--seqs", "8", "--prompt-len", "6", "--completion-len", "20", "--lognormal"]
+        words += ["--warmup", "1", "--steps", "2", "--optimizer", "adamw", "--batch-size", "3", "--json"]
+        command = [sys.executable, "-m", "grpo_trainer.bench", "step", *words]
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+        given = [{**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen(command, cwd=ROOT, env=env, **pipes) for env in given]
+        said = [process.communicate(timeout=240) for process in processes]
+        assert not any(process.returncode for process in processes), said
+        return json.loads(said[0][0])
+
+    alone, together = steps(1), steps(2)
     assert (alone["processes"], alone["cut"]) == (1, False)
     assert (together["processes"], together["cut"]) == (2, True)
     assert alone["loss"] == pytest.approx(together["loss"], abs=1e-6)

@@ -99,15 +99,19 @@ def test_four_processes_started_by_hand_train_together(demo_model: Path, tmp_pat
 
 
 def test_train_script_trains(demo_model: Path, tmp_path: Path) -> None:
-    """`tests/unit/test_shell_scripts.py` has the commands of its modes."""
-    settings = {"GRPO_PYTHON": sys.executable, "MODEL": str(demo_model), "RUN_DIR": str(tmp_path / "run")}
+    """The script's own command is started here, warm; `tests/unit/test_shell_scripts.py` has those of other modes."""
+    fake, written = tmp_path / "python", tmp_path / "command"
+    fake.write_text(f'#!/bin/bash\n[ "$2" != grpo_trainer ] || printf "%s\\0" "$@" > {written}\n')
+    fake.chmod(0o755)
+    settings = {"GRPO_PYTHON": str(fake), "MODEL": str(demo_model), "RUN_DIR": str(tmp_path / "run")}
     settings |= {"STEPS": "2", "BATCH_SIZE": "16", "ACCUMULATION": "1"}
-    command = ["bash", str(ROOT / "scripts" / "train.sh"), "single_copy", "--log-samples", "2"]
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    script = ["bash", str(ROOT / "scripts" / "train.sh"), "single_copy", "--log-samples", "2"]
+    subprocess.run(script, env={**os.environ, **settings}, capture_output=True, check=True)
+    report = ["-m", "grpo_trainer", "report", str(tmp_path / "run")]
+    for words in (written.read_text().split("\0")[:-1], report):
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
-    assert "bridge proved" in done.stdout
-    command = [sys.executable, "-m", "grpo_trainer", "report", str(tmp_path / "run")]
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
-    report = (tmp_path / "run" / "report.html").read_text()
-    assert '"title":"Reward"' in report and '"ratios":"' in report
+    assert "bridge proved" in (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '"title":"Reward"' in page and '"ratios":"' in page

@@ -27,6 +27,8 @@ from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts
 from tests.unit.tiny_lora import fill_b, tiny_qwen
 
 PACKED: dict[str, Any] = {"packing": "on", "max_tokens_per_microbatch": 40}
+LORA = {"lora_r": 8, "lora_target_modules": "v_proj,down_proj"}
+"""Few modules, since torch traces each for seconds."""
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
@@ -34,9 +36,11 @@ def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
     base = tiny("qwen2", num_hidden_layers=3)
     wanted = one_step(copy.deepcopy(base), settings(**PACKED, checkpointing=checkpointing))
     config = settings(**PACKED, checkpointing=checkpointing, compile="on")
-    model = copy.deepcopy(base)
-    assert_same(wanted, one_step(model, config))
-    # one for all layers and lengths; two of the head; two of adamw's arithmetic are not, weights being fp32
+    trainer = Trainer(model := copy.deepcopy(base), config)
+    # before the first step: one for all layers and lengths; two of the head; none of adamw's, weights being fp32
+    assert graphs["unique_graphs"] == 3
+    assert all(parameter.grad is None for parameter in trainer.parameters)
+    assert_same(wanted, (reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
     assert graphs["unique_graphs"] == 3
     assert not counters["graph_break"]
     with torch.no_grad():
@@ -132,9 +136,9 @@ def test_what_is_cast_in_a_graph_is_not_kept_by_layers_that_compute_it_again(gra
 
 def test_an_adapters_compiled_layers_compute_all_again(graphs: Any) -> None:
     """With every term of the loss."""
-    results = []
+    results, lora = [], BridgeConfig.model_validate({**LORA, "weight_bridge_mode": "lora_only"})
     for choice, checkpointing in (("off", False), ("on", True)):
-        model = add_adapter(tiny_qwen(), BridgeConfig(weight_bridge_mode="lora_only", lora_r=8), seed=0)
+        model = add_adapter(tiny_qwen(), lora, seed=0)
         fill_b(model)
         loss = {"loss": "grpo", **EVERYTHING}
         config = settings(packing="on", loss=loss, compile=choice, checkpointing=checkpointing)
@@ -168,21 +172,9 @@ def test_fit_where_checkpoints_do(
     assert asked.compiled is not None and flags(asked) == [True] * 4
 
 
-@pytest.mark.parametrize("hidden_size", [32, 64])
-def test_all_is_compiled_before_the_first_step(hidden_size: int, graphs: Any) -> None:
-    """Also if the model has a dimension that a trial pass could have as its number of tokens."""
-    model = tiny("qwen2", num_hidden_layers=3, hidden_size=hidden_size)
-    trainer = Trainer(model, settings(**PACKED, compile="on"))
-    compiled_before = graphs["unique_graphs"]
-    assert compiled_before == 3  # a layer, and two of the head
-    assert all(parameter.grad is None for parameter in trainer.parameters)
-    trainer.step(full_rollouts(), 0)
-    assert graphs["unique_graphs"] == compiled_before
-
-
 @pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
 def test_what_is_compiled_before_there_are_weights_serves_the_model(mode: str, graphs: Any) -> None:
-    options = {"lora_r": 8, "share_base": True} if mode == "lora_only" else {}
+    options = {**LORA, "share_base": True} if mode == "lora_only" else {}
     config = settings(**PACKED, compile="on", weight_bridge_mode=mode, **options)
     base = tiny("qwen2", num_hidden_layers=3)
     before = torch.get_rng_state()

@@ -15,7 +15,6 @@ from grpo_trainer.errors import BridgeError
 from tests import warm
 from tests.bridge_contract import Trainer
 from tests.integration.serving import Serving, serving
-from tests.processes import ROOT
 from tests.unit.tiny_lora import fill_b
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
@@ -55,9 +54,10 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
     folder = tmp_path_factory.mktemp("faulty")
     file = folder / "fault"
     file.write_text("none")
-    path = f"{ROOT / 'tests/integration/faulty'}:{ROOT}"
-    with serving(folder, env={"PYTHONPATH": path, "GRPO_TEST_FAULT": str(file), warm.COLD: "1"}) as server:
-        yield Faulty(server, file)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delenv(warm.COLD, raising=False)  # the engine has the faults of the server that it is forked from
+        with serving(folder, env={"GRPO_TEST_FAULT": str(file)}, module="tests.integration.faulty") as server:
+            yield Faulty(server, file)
 
 
 @pytest.mark.parametrize("fresh", [True, False])

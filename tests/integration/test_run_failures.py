@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from grpo_common.status import BURST
@@ -19,7 +20,6 @@ from tests.runs import (
     family_until_the_end,
     finished,
     jsonl,
-    member,
     newest,
     of_mode,
     rows,
@@ -34,17 +34,20 @@ LONG = {"training_steps": 500, "checkpoint_interval": 1000, "max_restarts": 0}
 
 
 @pytest.mark.parametrize(
-    ("mode", "victim"), [("lora_only", "server"), ("lora_restart", "server"), ("lora_restart", "trainer")]
+    ("mode", "victim"),
+    [("lora_only", "server"), ("lora_only", "trainer-1"), ("lora_restart", "server"), ("lora_restart", "trainer")],
 )
 def test_a_killed_process_ends_the_run_by_name(demo_model: Path, tmp_path: Path, mode: str, victim: str) -> None:
     """In `lora_restart` the server is the trainer's child."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     interval = {"vllm-restart-interval": 400} if mode == "lora_restart" else {}
-    with started(demo_model, run_dir, log, **of_mode(mode, **{**LONG, **interval})) as process:
+    own = {**LONG, **interval, "trainer-gpus": 2 if victim == "trainer-1" else 1}
+    with started(demo_model, run_dir, log, **of_mode(mode, **own)) as process:
         wait_for_step(run_dir, 1, process, log)
         members = family(process.pid)
-        (server,) = [pid for pid, command in members.items() if "-m vllm_server --model" in command]
-        os.kill(server if victim == "server" else member(process, "grpo_trainer train"), signal.SIGKILL)
+        module = "-m vllm_server --model" if victim == "server" else "-m grpo_trainer train"
+        of_module = [psutil.Process(pid) for pid, command in members.items() if module in command]
+        max(of_module, key=lambda each: (each.create_time(), each.pid)).kill()
         assert finished(process, log, 60) == 1
     assert_ended_with(log, rf"{victim}: .*SIGKILL", members, run_dir)
     if interval and victim == "server":
