@@ -172,15 +172,7 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
     It runs in a separate task, which is left behind if it ignores its cancellation for `GRACE_S`.
     """
 
-    async def run() -> T:
-        try:
-            return await work
-        except (Exception, asyncio.CancelledError, GeneratorExit):
-            raise
-        except BaseException as error:  # it would end the process: an interrupt, or a panic of a library in Rust
-            raise as_exception(error) from error
-
-    task, why = asyncio.create_task(run()), LATE
+    task, why = asyncio.create_task(_contained(work)), LATE
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that is left behind, too
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
@@ -195,9 +187,20 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
             await asyncio.wait({task}, timeout=GRACE_S)
 
 
+async def _contained(work: Awaitable[T]) -> T:
+    """Return the result of work that is a task: it raises no error that would end the process, too, such as `exit()`
+    or a panic of a library in Rust."""
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise as_exception(error) from error
+
+
 async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of coroutines that run at the same time; an error of one cancels the others."""
-    tasks = [asyncio.create_task(work) for work in works]
+    tasks = [asyncio.create_task(_contained(work)) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:

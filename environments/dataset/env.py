@@ -27,6 +27,7 @@ from environments.maths.judge import MathJudge
 from environments.peers.inference import Completion
 from environments.running.evaluation import examine_each, mean_with_interval
 from environments.running.state import DataSet, refuse_changed
+from environments.scoring import gathered
 from environments.trajectory import Message
 
 log = logging.getLogger(__name__)
@@ -277,7 +278,7 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
         }
         finals = [self.answer_of(completion) for completion in completions]
         asked = Asked(keywords, texts, finals, self.columns.answer_of(row))
-        scores = await asyncio.gather(*(each.scores(asked) for each in self._rewards))
+        scores = await gathered(each.scores(asked) for each in self._rewards)
         for reward, of_reward in zip(self._rewards, scores, strict=True):
             metrics += [(f"reward_{reward.config.label}", score) for score in of_reward if score is not None]
         return weighted_sum(self._rewards, scores), metrics

@@ -91,22 +91,20 @@ def ask(
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_client_detects_the_server_and_reads_ids(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    cut = {"top_p": 0.9, "top_k": 3}
-    sampling = Sampling(max_tokens=5, temperature=1.0, stop=("\n",), top_p=0.9, top_k=3)
     with caplog.at_level(logging.INFO):
-        completions, asked = ask(SERVERS[kind], sampling, times=2)
+        completions, asked = ask(SERVERS[kind], Sampling(max_tokens=5, temperature=1.0, stop=("\n",)), times=2)
     (message,) = [record.message for record in caplog.records if record.name == "environments.peers.inference"]
     assert all(part in message for part in NAMED[kind])
     version = 7 if kind == "grpo" else None
     assert completions == [
-        Completion([3, 4], [6, 8, 1], [-0.5, -0.25, 0.0], "46", "stop", version, cuts=cut),
-        Completion([3, 4], [7], [-2.0], "5", "length", version, cuts=cut),
+        Completion([3, 4], [6, 8, 1], [-0.5, -0.25, 0.0], "46", "stop", version),
+        Completion([3, 4], [7], [-2.0], "5", "length", version),
     ]
     assert [each.path for each in asked].count("/bridge/info") == 1  # once, not with every request
     first, second = [each.json() for each in asked if each.method == "POST"]
     prompt = {"prompt": {"prompt_token_ids": [3, 4]}, "detokenize": True}
     others = {"prompt": [3, 4], "model": "Qwen", "return_token_ids": True}
-    plain = {"n": 2, "logprobs": 0, "max_tokens": 5, "temperature": 1.0, "stop": ["\n"], **cut}
+    plain = {"n": 2, "logprobs": 0, "max_tokens": 5, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": ["\n"]}
     assert first == second == plain | (prompt if kind == "grpo" else others)
 
 
@@ -118,6 +116,14 @@ def test_client_sends_the_model_and_the_key() -> None:
     assert [each.path for each in asked] == ["/v1/completions"]
     with refusing(ConfigError, "--openai.model_name", words=["--openai.server_type openai"]):
         ask(SERVERS["openai"], server_type="openai")
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_client_notes_parameters_that_leave_out_tokens(kind: str) -> None:
+    (completion, _), asked = ask(SERVERS[kind], Sampling(max_tokens=5, top_k=3, top_p=0.9))
+    body = asked[-1].json()
+    assert (body["top_k"], body["top_p"]) == (3, 0.9) and not {"min_p", "stop"} & body.keys()
+    assert completion.cuts == {"top_p": 0.9, "top_k": 3}
 
 
 def test_client_asks_again_for_completions_that_a_stopping_server_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +228,11 @@ class Server:
 
 
 class Scene:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float) -> None:
         self.folder = folder
         self.made: dict[str, list[Server]] = {}
         config = ServerConfig(roster=folder, server_type="vllm", model_name="m")
-        self.servers = ListedServers(config, patience=60.0)
+        self.servers = ListedServers(config, patience=patience)
 
     def connect(self, config: ServerConfig, *, patience: float) -> Server:
         url = config.base_url.removesuffix("/v1")
@@ -243,9 +249,9 @@ class Scene:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """Servers that join and leave."""
-    made = Scene(tmp_path)
+def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    """Servers that join and leave; the parameter is the client's patience."""
+    made = Scene(tmp_path, getattr(request, "param", 60.0))
     monkeypatch.setattr(roster, "InferenceClient", made.connect)
     return made
 
@@ -298,8 +304,8 @@ async def test_a_request_that_comes_as_the_detection_ends_shares_it(monkeypatch:
     await client.close()
 
 
-async def test_a_list_that_stays_empty_is_an_error(run: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run.servers, "_patience", 0.05)
+@pytest.mark.parametrize("run", [0.05], indirect=True)
+async def test_a_list_that_stays_empty_is_an_error(run: Scene) -> None:
     with pytest.raises(PeerGone) as gone:
         await run.servers.generate([3], 1, ONE)
     assert str(run.folder) in gone.value.field

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from grpo_trainer import import_paths
 from grpo_trainer.batch.batching import group_advantages, import_own_parts
-from grpo_trainer.config.loss import LOSSES, LossConfig
+from grpo_trainer.config.loss import LOSSES, KlEstimator, LossConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.engine.head import TokenScores
 from grpo_trainer.errors import ConfigError
@@ -36,7 +35,6 @@ from grpo_trainer.losses.surrogates import (
 )
 from grpo_trainer.metrics.types import reduce
 from tests.processes import ROOT
-from tests.unit.factories import refusing
 
 MAX_LEN = 7
 
@@ -473,6 +471,23 @@ def test_correction_by_hand(kind, level, cap: float, weights: list[float], cut: 
 # ---------------------------------------------------------------- divergence and distillation
 
 
+@pytest.mark.parametrize(
+    ("estimator", "above", "below", "slopes"),
+    [
+        ("k1", 0.5, -0.5, (1.0, 1.0)),  # x
+        ("k2", 0.125, 0.125, (0.5, -0.5)),  # x^2 / 2; derivative x
+        # exp(-0.5) + 0.5 - 1 = 0.106531, exp(0.5) - 0.5 - 1 = 0.148721; derivative 1 - exp(-x)
+        ("k3", 0.106531, 0.148721, (0.393469, -0.648721)),
+    ],
+)
+def test_divergence_by_hand(estimator: KlEstimator, above: float, below: float, slopes: tuple[float, float]) -> None:
+    lp_N = torch.tensor([-1.0, -2.0], requires_grad=True)
+    got = divergence(lp_N, torch.tensor([-1.5, -1.5]), estimator)
+    assert got.tolist() == pytest.approx([above, below], abs=1e-6)
+    got.sum().backward()
+    assert lp_N.grad is not None and lp_N.grad.tolist() == pytest.approx(slopes, abs=1e-6)
+
+
 def test_teacher_cross_entropy_by_hand() -> None:
     # teacher 0.6, 0.2 of the whole, so 3/4, 1/4 of the two; at temperature 2: sqrt 3 to 1
     teacher_NK = torch.log(torch.tensor([[0.6, 0.2]]))
@@ -521,21 +536,32 @@ def test_the_pages_advantages_are_ranks(parts: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "field"),
+    ("options", "field"),
     [
-        (lambda: import_own_parts(LossConfig(loss="my_parts:nothing")), "--loss"),
-        (lambda: import_own_parts(LossConfig(loss="my_parts:number")), "--loss"),
-        (lambda: import_own_parts(LossConfig(loss="broken_parts:loss")), "--loss"),
-        (lambda: import_own_parts(LossConfig(advantage_estimator="my_parts:number")), "--advantage-estimator"),
-        (lambda: group_advantages([0.0, 1.0], estimator="my_parts:short"), "--advantage-estimator"),
-        *(
-            (partial(build, LossConfig, {"loss": name}), "--loss")
-            for name in ("my_parts:", ":loss", "my parts:loss", "a:b:c", "dappo", "my_parts.my_loss")
-        ),
-        (partial(build, LossConfig, {"loss": "no_such_package:loss"}), "--loss"),
+        ({"loss": "my_parts:nothing"}, "--loss"),
+        ({"loss": "my_parts:number"}, "--loss"),
+        ({"loss": "broken_parts:loss"}, "--loss"),
+        ({"advantage_estimator": "my_parts:number"}, "--advantage-estimator"),
     ],
 )
-def test_own_part_that_can_not_be_used_is_named(parts: Path, use: Callable[[], object], field: str) -> None:
-    with refusing(ConfigError, field) as refused:
-        use()
-    assert refused.value.got
+def test_what_is_not_there_or_of_another_kind_is_named_before_training(
+    parts: Path, options: dict[str, str], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        import_own_parts(LossConfig(**options))  # type: ignore[arg-type]
+    assert caught.value.field == field and caught.value.got
+
+
+def test_advantages_that_are_too_few_are_refused(parts: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        group_advantages([0.0, 1.0], estimator="my_parts:short")
+    assert caught.value.field == "--advantage-estimator"
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_package:loss", "my_parts:", ":loss", "my parts:loss", "a:b:c", "dappo", "my_parts.my_loss"]
+)
+def test_what_can_be_neither_a_name_nor_a_path_is_refused_with_the_options(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(LossConfig, {"loss": name})
+    assert caught.value.field == "--loss" and caught.value.got and caught.value.wanted

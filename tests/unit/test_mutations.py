@@ -87,6 +87,20 @@ def test_mutation_check_tells_outcomes_apart(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "copies/0/repository/sums.py").read_bytes() == (root / "sums.py").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("message", "broken"),
+    [
+        ("NameError: name 'd' is not defined", True),
+        ("ImportError: cannot import name", True),
+        ('failed on setup with "ModuleNotFoundError: No module', True),
+        ("assert 3 == 4", False),
+        ("ValueError: SyntaxError", False),
+    ],
+)
+def test_mutation_check_knows_what_any_test_would_show(message: str, broken: bool) -> None:
+    assert bool(mutation_check.BROKEN.match(message)) is broken
+
+
 STARTS_TESTS = """
 import sys
 from pathlib import Path
