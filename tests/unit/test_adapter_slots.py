@@ -112,6 +112,31 @@ def test_a_slot_that_vllm_has_half_written_and_refused_is_written_by_vllm_again(
     assert_holds(manager, 0, kept)
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("bad", ["nan", "inf", "alpha"])
+def test_an_adapter_that_is_not_finite_leaves_the_slots_as_they_were(replayed: bool, bad: str) -> None:
+    manager = Manager()
+    slots = AdapterSlots(manager, torch.device("cpu"))
+    install(slots, 1, kept := packed(1, *MODULES))
+    if replayed:
+        install(slots, 2, packed(2, *MODULES))
+        manager.remove_adapter(2)
+    before = {name: slots_S2RH.clone() for name, slots_S2RH in manager.modules.items()}
+    spoilt = packed(3, *MODULES)
+    config = CONFIG | {"lora_alpha": 1e39} if bad == "alpha" else CONFIG
+    if bad != "alpha":
+        spoilt.buffer_E[-1] = float(bad)
+    with pytest.raises(NotFiniteError) as refused, slots.writing():
+        slots.install(3, spoilt, config)
+    assert refused.value.field == ("lora_alpha" if bad == "alpha" else B.format(MODULES[-1]))
+    assert all(torch.equal(before[name], slots_S2RH) for name, slots_S2RH in manager.modules.items())
+    assert manager.lora_index_to_id == [1, None] and 3 not in manager._registered_adapters
+    good = packed(4, *MODULES)
+    assert install(slots, 4, good).replayed is replayed
+    assert_holds(manager, 0, kept)
+    assert_holds(manager, 1, good)
+
+
 def test_an_adapter_whose_file_is_gone_is_refused_by_name() -> None:
     """The server has checked it before. An exception would count as a fault of the engine."""
     worker = PolicyWorker()

@@ -216,6 +216,14 @@ def test_resume_takes_hyperparameters_from_the_options(tmp_path: Path, monkeypat
     assert len(second.optimizer.state_dict()["state"]) == len(second.parameters)  # the moments did come
 
 
+def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_remains(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(b"0" * 1_000_000)
+    with pytest.raises(OSError) as error:
+        checkpoints(trainer_with(r=64), small_disk / "run").save(Progress(1, 1))
+    assert error.value.errno == errno.ENOSPC and str(small_disk / "run") in str(error.value.filename)
+    assert not list((small_disk / "run").iterdir())
+
+
 # states that are cut over processes ----------------------------------------------------------------------------------
 
 

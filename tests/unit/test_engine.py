@@ -320,6 +320,16 @@ def test_registry_uses_no_name_twice() -> None:
     assert refused.value.fix.endswith(" 3")
 
 
+def test_registry_retire_brings_back_the_one_before() -> None:
+    held = registry()
+    first, second = publish(held, 1), publish(held, 2)
+    assert held.retire() is second
+    assert held.newest is first
+    assert held.retire("policy-v1") is held.retire("policy-v1") is first
+    held.remove(first)
+    assert held.retire("policy-v1") is None and held.newest is held.base and held.retire() is None
+
+
 @pytest.mark.parametrize("keep", [0, 4])
 def test_registry_window_leaves_a_place_for_the_next_version(keep: int) -> None:
     with pytest.raises(ValueError, match=rf"keep: got {keep}\b.*\b1 to 3"):

@@ -94,6 +94,25 @@ def test_the_host_is_said_once(hosts: list[str]) -> None:
     assert ask({}, [("host", host) for host in hosts]) == (403, "Host")
 
 
+@pytest.mark.parametrize(
+    ("headers", "wanted"),
+    [
+        ({}, "in"),
+        ({"content-type": "application/json", "content-length": "2"}, "in"),
+        ({"content-type": "application/msgpack", "transfer-encoding": "chunked"}, "in"),
+        ({"content-length": "0"}, "in"),
+        ({"content-length": "2"}, (415, "Content-Type")),
+        ({"transfer-encoding": "chunked"}, (415, "Content-Type")),
+        ({"content-type": "", "content-length": "2"}, (415, "Content-Type")),
+        ({"content-type": " Text/Plain ; x=application/json"}, (415, "Content-Type")),
+    ],
+)
+def test_content_types_of_writes(headers: dict[str, str], wanted: object) -> None:
+    for method in ("POST", "PUT", "PATCH", "DELETE"):
+        assert ask({"method": method}, OWN | headers) == wanted
+    assert ask({"method": "GET"}, OWN | headers) == "in"
+
+
 def test_a_key_opens_and_probes_need_none() -> None:
     keys = {"keys": ["one", "two"]}
     for given in ("Bearer one", "bearer two"):

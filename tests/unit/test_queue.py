@@ -168,6 +168,32 @@ def test_environments_wait_for_a_trainer_that_is_not_done() -> None:
         assert (queue.register_environment(env(4), 0.0) is None) == waits
 
 
+@pytest.mark.parametrize("how", ["expired", "taken over", "released", "acknowledged"])
+def test_the_end_of_a_lease_is_told_to_its_former_holder(how: str) -> None:
+    queue = started(4)
+    offer(queue, 4)
+    held = queue.next_batch(0.0, 60.0, uuid=None if how == "expired" else 7)
+    assert held is not None
+    match how:
+        case "expired":
+            queue.tick(60.0)
+            assert batch(queue, 60.0) == [0]
+        case "taken over":
+            queue.tick(700.0)  # the trainer was out of reach for long, and may be training on it
+            assert batch(queue, 700.0) is None
+            queue.register(trainer(4, uuid=8))
+            with pytest.raises(ApiError) as refused:
+                queue.next_batch(701.0, 60.0, uuid=7)
+            assert refused.value.reason == how
+        case "released":
+            queue.release(held.batch_id)
+        case _:
+            queue.acknowledge(held.batch_id)
+    with pytest.raises(ApiError) as refused:
+        queue.extend(held.batch_id, 701.0, 60.0)
+    assert (refused.value.status, refused.value.reason) == (409, how)
+
+
 def test_room_is_made_by_what_leaves_and_not_by_what_comes() -> None:
     queue = started(4, env(2))
     seen = [queue.news]

@@ -23,8 +23,9 @@ from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import AllWeights, SharedWeights, choose_trained
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights import shared_weights
 from grpo_trainer.weights.shared_weights import SharedBridge
-from tests.unit.factories import refusing
+from tests.unit.factories import batch, refusing, sample
 from tests.unit.test_checkpoint import ROLLOUTS
 from tests.unit.test_proof import INFO, answer, next_logprobs, sampled
 from tests.unit.tiny_lora import tiny_qwen
@@ -205,6 +206,17 @@ def test_the_servers_resume_when_all_processes_have_written(fails: bool, monkeyp
     assert made.server.told == ["begin keep", "torn" if fails else "end 1", "close"]
 
 
+def test_step_that_is_skipped_is_no_version(made: Made) -> None:
+    poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
+    before = made.weights()
+    result = made.trainer.step(poisoned, 0, made.bridge.updating)
+    assert not result.updated and same(made.weights(), before)
+    assert made.bridge.publish(0).version == 0
+    with refusing(BridgeError, "version", got="1", wanted="0"):
+        made.bridge.publish(1)
+    assert not made.server.told
+
+
 @pytest.mark.parametrize(("fault", "told"), [("", ["begin keep", "torn"]), ("gone", ["begin keep"])])
 def test_bridge_raises_the_writes_own_reason_even_if_the_server_is_gone(fault: str, told: list[str]) -> None:
     made = Made(SharingServer(fault), proof=False)
@@ -238,6 +250,28 @@ def test_proof_catches_each_planted_fault_and_the_weights_are_as_before(fault: s
     with error:
         made.bridge.prove()
     assert same(made.weights(), before) and not made.server.held and made.server.info.policy_version == 0
+
+
+def test_a_checkpoint_is_written_within_a_fence_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    first = Made()
+    first.bridge.connect(0)
+    for step in range(2):
+        first.trainer.step(ROLLOUTS, step, first.bridge.updating)
+    path = first.checkpoints(tmp_path).save(Progress(2, 2))
+    assert path.name == "step_2" and (path / "model.safetensors").is_file()
+    for step in range(2, 4):
+        first.trainer.step(ROLLOUTS, step, first.bridge.updating)
+
+    second = Made()
+    before = second.weights()
+    progress = second.checkpoints(tmp_path).resume()
+    assert progress == Progress(2, 2) and same(second.weights(), before)  # the server reads them: not without a fence
+    assert second.bridge.connect(2) == 2
+    assert second.server.told == ["begin keep", "end 2"]
+    assert second.bridge.publish(2).version == 2
+    for step in range(2, 4):
+        second.trainer.step(ROLLOUTS, step, second.bridge.updating)
+    assert same(second.weights(), first.weights())
 
 
 # ---------------------------------------------------------------- starting again
@@ -299,6 +333,15 @@ def test_a_checkpoint_of_all_weights_that_another_mode_wrote_is_of_use(tmp_path:
     made.checkpoints(tmp_path).resume()
     made.bridge.connect(3)
     assert same(made.weights(), {name: parameter.detach() for name, parameter in other.named_parameters()})
+
+
+def test_without_a_checkpoint_training_goes_on_from_what_the_server_has(caplog: pytest.LogCaptureFixture) -> None:
+    made = Made(SharingServer(version=17, updates=20))
+    assert made.bridge.connect(0) == 17
+    (warned,) = [record for record in caplog.records if record.levelname == "WARNING" and record.args == (17,)]
+    assert warned.name == shared_weights.__name__
+    made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
+    assert made.bridge.publish(18).version == 18
 
 
 @pytest.mark.parametrize("torn", [None, "torn"])

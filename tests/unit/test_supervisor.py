@@ -26,7 +26,7 @@ import pytest
 from grpo_common import status
 from grpo_common.status import BURST, LINES, TRAINED, StatusWriter, parse
 from grpo_trainer import cli, signals
-from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError
+from grpo_trainer.errors import DiskFullError, FolderGoneError, ProcessFailedError, StoppedError
 from grpo_trainer.launch import process
 from grpo_trainer.launch import supervisor as supervisor_module
 from grpo_trainer.launch.plan import ProcessSpec
@@ -276,6 +276,12 @@ def test_supervisor_without_environments(tmp_path: Path, monkeypatch: pytest.Mon
         supervisor,
     ):
         supervisor.run(stages)
+
+
+def test_supervisor_full_disk_under_the_logs(small_disk: Path) -> None:
+    chatty = "import time\nwhile True: print('x' * 1000, flush=True); time.sleep(0.001)"
+    with refusing(DiskFullError, str(small_disk / "logs" / "env.log")), Recorded(small_disk) as supervisor:
+        supervisor.run([[spec("env", chatty)]])
 
 
 def test_supervisor_large_log_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
