@@ -58,9 +58,10 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": width <= PHONE_WIDTH}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self._call("Page.navigate", url=url)
         page = Page(self._call)
-        wait_for(lambda: page("document.body && document.body.dataset.ready === 'yes'"))
+        page("window.left = true")  # the page before, which may answer for a moment longer
+        self._call("Page.navigate", url=url)
+        wait_for(lambda: page("!window.left && document.body && document.body.dataset.ready === 'yes'"))
         return page
 
 

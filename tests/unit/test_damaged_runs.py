@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
@@ -271,6 +271,7 @@ def test_readers_of_a_damaged_run_fuzz(run: Path, damage: Damage) -> None:
         assert content(folder) == before
 
 
+@example([(Path("metrics.jsonl"), ("insert", 0.0, b"\n")), (Path("metrics.jsonl"), ("cut", 0.0, b""))])
 @given(DAMAGES)
 def test_resuming_a_damaged_run_fuzz(damage: Damage) -> None:
     """Training goes on from a whole checkpoint or ends with an error; what was in a file is somewhere."""
@@ -291,7 +292,7 @@ def test_resuming_a_damaged_run_fuzz(damage: Damage) -> None:
             build_metric_log(config, RunConsole(Console(quiet=True), 9), progress.step).close()
             run_id(config, progress.step)
         after = {*content(folder).values()}
-        for path, data in before.items():
+        for path, data in ((path, data) for path, data in before.items() if data.strip()):
             moved = [folder / path, folder / "checkpoints" / f"damaged_{path.parent.name}" / path.name]
             kept = next((each for each in moved if each.is_file()), None)
             assert data in after or (path.suffix == ".jsonl" and kept and kept.stat().st_size), path
