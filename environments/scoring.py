@@ -188,8 +188,10 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
 
 
 async def _contained(work: Awaitable[T]) -> T:
-    """Return the result of work that is a task: it raises no error that would end the process, too, such as `exit()`
-    or a panic of a library in Rust."""
+    """Return the result of `work`; an error that would end the process is raised as an ordinary exception.
+
+    `exit()` is such an error, or a panic of a library in Rust.
+    """
     try:
         return await work
     except (Exception, asyncio.CancelledError, GeneratorExit):

@@ -286,12 +286,20 @@ def test_presence_finds_effects_a_little_larger_than_rounding(absent: tuple[int,
     assert all(served < 0.5 for _, served in found.wrong)
 
 
-def test_presence_finds_an_effect_on_few_tokens() -> None:
-    """As that of a mixture's expert, with a server that rounds as the trainer does."""
-    effect_N = torch.zeros(TOKENS)
-    effect_N[::20] = torch.arange(1.0, 15.0)
-    found = look_for_each_module(["a"], -effect_N, lambda names: torch.stack([0 * effect_N, -effect_N]), at_once=1)
-    assert found.wrong == (("a", 0.0),)
+@pytest.mark.parametrize("rounding_errors", [0.0, 0.02])
+def test_presence_finds_an_effect_on_few_tokens(rounding_errors: float) -> None:
+    """As that of a mixture's expert."""
+    effects_MN = torch.randn(MODULES, TOKENS, generator=torch.Generator().manual_seed(1))
+    effects_MN[7] = 0.0
+    effects_MN[7, :3] = torch.tensor([2.0, -3.0, 4.0])
+
+    def logprobs_without(names: Sequence[str]) -> Tensor:
+        rows = [torch.zeros(TOKENS), *(effects_MN[int(name)] for name in names)]
+        return torch.stack([row + rounding_errors * rounding(number) for number, row in enumerate(rows)])
+
+    server_N = effects_MN[7] + rounding_errors * rounding(-1)
+    found = look_for_each_module([str(number) for number in range(MODULES)], server_N, logprobs_without, at_once=7)
+    assert [name for name, _ in found.wrong] == ["7"]
 
 
 @pytest.mark.parametrize("few_kernels", [False, True], ids=["PEFT's layers", "few kernels"])
