@@ -172,8 +172,7 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
     It runs in a separate task, which is left behind if it ignores its cancellation for `GRACE_S`.
     """
 
-    task, why = asyncio.create_task(_contained(work)), LATE
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that is left behind, too
+    task, why = _task(work), LATE
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
         if not done:
@@ -187,7 +186,7 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
             await asyncio.wait({task}, timeout=GRACE_S)
 
 
-async def _contained(work: Awaitable[T]) -> T:
+async def contained(work: Awaitable[T]) -> T:
     """Return the result of `work`; an error that would end the process is raised as an ordinary exception.
 
     `exit()` is such an error, or a panic of a library in Rust.
@@ -200,14 +199,28 @@ async def _contained(work: Awaitable[T]) -> T:
         raise as_exception(error) from error
 
 
+def _task(work: Awaitable[T]) -> asyncio.Task[T]:
+    """Return a task that is quiet about its error, and closes a coroutine that was cancelled before it began."""
+    task = asyncio.create_task(contained(work))
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that is left behind, too
+    if asyncio.iscoroutine(work):
+        task.add_done_callback(lambda _: work.close())
+    return task
+
+
 async def gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of coroutines that run at the same time; an error of one cancels the others."""
-    tasks = [asyncio.create_task(_contained(work)) for work in works]
+    """Return the results of coroutines that run at the same time.
+
+    An error of one cancels the others and waits for them, but not longer than `GRACE_S`: what they hold, such as a
+    command or a sandbox, is given back before the error goes on.
+    """
+    tasks = [_task(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
+        unfinished = [task for task in tasks if task.cancel()]
+        if unfinished:
+            await asyncio.wait(unfinished, timeout=GRACE_S)
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, reports: bool = False) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import logging
 import os
 import re
@@ -31,7 +32,7 @@ from environments.maths.judge import UNJUDGED, MathJudge, Verdict
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import Completion
 from environments.running import cli
-from environments.scoring import ScoreTimeout, Scoring, Threads
+from environments.scoring import ScoreTimeout, Scoring, Threads, gathered
 from tests.stand_ins import pass_time
 
 SECONDS = 0.1
@@ -634,3 +635,31 @@ def test_a_judge_does_not_outlive_a_killed_environment() -> None:
     while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < until:
         time.sleep(0.05)
     assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_error_waits_for_the_others_and_one_that_has_not_begun_is_closed() -> None:
+    said: list[str] = []
+
+    async def fails() -> None:
+        raise ValueError("the first")
+
+    async def holds() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            said.append("given back")
+
+    async def check() -> None:
+        with pytest.raises(ValueError, match="the first"):
+            await gathered([fails(), holds()])
+        assert said == ["given back"]
+        task = asyncio.create_task(gathered([holds(), holds()]))
+        await asyncio.sleep(0)  # the two are made, and have not begun
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(check())
+    gc.collect()
