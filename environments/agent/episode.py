@@ -157,7 +157,8 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
             process.wait()
             until = time.monotonic() + HELD_S
             for reader in readers:
-                reader.join(max(0.0, until - time.monotonic()))
+                if reader.ident is not None:
+                    reader.join(max(0.0, until - time.monotonic()))
             over.set()
 
         try:
@@ -165,7 +166,10 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
                 reader.start()
             await in_thread(process.wait)
         finally:
-            await in_thread(end)
+            try:
+                await in_thread(end)
+            except RuntimeError:  # no thread can be started: the command must not stay behind
+                end()
     said, complaint = (bytes(each).decode(errors="replace") for each in outputs.values())
     if process.returncode:
         shown = printable((complaint.strip() or said.strip())[-SHOWN:], SHOWN)

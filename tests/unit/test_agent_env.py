@@ -654,3 +654,17 @@ def test_env_evaluates_tasks(tmp_path: Path) -> None:
 def test_settings_of_an_agent(settings: dict[str, Any]) -> None:
     with pytest.raises((ConfigError, ValidationError)):
         AgentConfig(tokenizer_name="demo", **settings)
+
+
+async def test_a_command_ends_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = {*psutil.Process().children()}
+    agent = command("import time; time.sleep(300)")("http://127.0.0.1:9")
+    own: Any = SimpleNamespace(key="a key of one episode")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await agent({}, own)
+    assert {*psutil.Process().children()} == before
