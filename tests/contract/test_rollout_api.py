@@ -167,7 +167,9 @@ def test_lease_acknowledge_extend_release(api: httpx.Client):
     assert api.post(f"/batch/{again['batch_id']}/release").json()["status"] == "released"
     third = api.get("/batch?lease=30").json()
     assert third["batch"] == again["batch"]
-    assert api.post(f"/batch/{again['batch_id']}/ack").status_code == 409
+    for held, call, reason in ((again, "ack", "released"), (first, "extend?lease=9", "acknowledged")):
+        refused = api.post(f"/batch/{held['batch_id']}/{call}")
+        assert (refused.status_code, refused.json()["reason"]) == (409, reason)
     assert api.post(f"/batch/{third['batch_id']}/ack", json={"step": 9}).json()["current_step"] == 9
     assert {api.post(f"/batch/nothing/{what}").status_code for what in ("ack", "release", "extend?lease=9")} == {404}
 
@@ -184,8 +186,8 @@ def test_a_second_register_takes_over(api: httpx.Client):
         api.post("/register", json=TRAINER | {"batch_size": 2, "starting_step": 8, "uuid": new}).json()["uuid"] == new
     )
     assert api.get("/status").json()["current_step"] == 8
-    assert api.get(f"/batch?lease=1000&uuid={old}").status_code == 409
-    assert api.post(f"/batch/{held['batch_id']}/ack").status_code == 409
+    for refused in (api.get(f"/batch?lease=1000&uuid={old}"), api.post(f"/batch/{held['batch_id']}/ack")):
+        assert (refused.status_code, refused.json()["reason"]) == (409, "taken over")
     assert [each["tokens"][0][0] for each in api.get(f"/batch?uuid={new}").json()["batch"]] == [1]
 
 

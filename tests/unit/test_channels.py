@@ -47,63 +47,55 @@ OTHER = "GPU-other"
 SEES_BOTH = worker(uuid=OTHER, visible=[OTHER, OURS])
 CPU = torch.device("cpu")
 EVERYWHERE = {"memory", "gloo", "disk"}
+A_CPU = {side: dict.fromkeys(("cuda_ipc", "nccl"), (side, "a CPU")) for side in ("trainer", "server")}
+THERE = {"cuda_ipc": ("server", "machine there")}
+UNSEEN = {"cuda_ipc": ("CUDA_VISIBLE_DEVICES of the server's worker 0", OTHER)}
+ONE_GPU = {"nccl": ("server", f"GPU {OURS}")}
 
 
 @pytest.mark.parametrize(
-    ("trainer", "described", "works"),
+    ("trainer", "described", "works", "reasons"),
     [
         # one machine, one GPU: its memory can be mapped, NCCL takes one rank a GPU
-        (TrainerPlace(OURS, "here"), info(), {"cuda_ipc"}),
+        (TrainerPlace(OURS, "here"), info(), {"cuda_ipc"}, ONE_GPU),
         # one machine, the server on another GPU, which it sees alone
-        (TrainerPlace(OURS, "here"), info(worker(uuid=OTHER)), {"nccl"}),
+        (TrainerPlace(OURS, "here"), info(worker(uuid=OTHER)), {"nccl"}, UNSEEN),
         # the same, and the server sees the trainer's as well
-        (TrainerPlace(OURS, "here"), info(SEES_BOTH), {"cuda_ipc", "nccl"}),
+        (TrainerPlace(OURS, "here"), info(SEES_BOTH), {"cuda_ipc", "nccl"}, {}),
         # two workers, one of them on the trainer's GPU
         (
             TrainerPlace(OURS, "here"),
             info(worker(visible=[OURS, OTHER]), worker(1, OTHER, [OURS, OTHER])),
             {"cuda_ipc"},
+            ONE_GPU,
         ),
         # two workers, one of which does not see the trainer's GPU
-        (TrainerPlace(OURS, "here"), info(SEES_BOTH, worker(1, OTHER)), {"nccl"}),
+        (TrainerPlace(OURS, "here"), info(SEES_BOTH, worker(1, OTHER)), {"nccl"}, {}),
         # two workers: one does not see the trainer's GPU, and one is on it
-        (TrainerPlace(OURS, "here"), info(worker(), worker(1, OTHER)), set()),
+        (TrainerPlace(OURS, "here"), info(worker(), worker(1, OTHER)), set(), ONE_GPU),
         # another machine, even though a GPU is said to be the same
-        (TrainerPlace(OURS, "here"), info(worker(uuid=OTHER, visible=[OURS, OTHER]), machine="there"), {"nccl"}),
-        (TrainerPlace(OURS, "here"), info(machine="there"), set()),
+        (TrainerPlace(OURS, "here"), info(worker(uuid=OTHER, visible=[OURS, OTHER]), machine="there"), {"nccl"}, THERE),
+        (TrainerPlace(OURS, "here"), info(machine="there"), set(), THERE | ONE_GPU),
         # weights that are sharded over processes, and gathered in main memory
-        (TrainerPlace(OURS, "here", sharded=True), info(SEES_BOTH), {"nccl", "main_memory"}),
-        (TrainerPlace(OURS, "here", sharded=True), info(), {"main_memory"}),
-        (TrainerPlace(OURS, "here", sharded=True), info(worker(uuid=OTHER), machine="there"), {"nccl"}),
-        (TrainerPlace("", "here", sharded=True), info(worker(uuid="")), {"main_memory"}),
+        (TrainerPlace(OURS, "here", sharded=True), info(SEES_BOTH), {"nccl", "main_memory"}, {}),
+        (TrainerPlace(OURS, "here", sharded=True), info(), {"main_memory"}, ONE_GPU),
+        (TrainerPlace(OURS, "here", sharded=True), info(worker(uuid=OTHER), machine="there"), {"nccl"}, {}),
+        (TrainerPlace("", "here", sharded=True), info(worker(uuid="")), {"main_memory"}, A_CPU["trainer"]),
         # a CPU on either side
-        (TrainerPlace("", "here"), info(), set()),
-        (TrainerPlace(OURS, "here"), info(worker(uuid="", visible=[])), set()),
-        (TrainerPlace("", "here"), info(worker(uuid="", visible=[])), set()),
-        (TrainerPlace(OURS, "here"), info(worker(), worker(1, "", [])), set()),
+        (TrainerPlace("", "here"), info(), set(), A_CPU["trainer"]),
+        (TrainerPlace(OURS, "here"), info(worker(uuid="", visible=[])), set(), A_CPU["server"]),
+        (TrainerPlace("", "here"), info(worker(uuid="", visible=[])), set(), A_CPU["trainer"]),
+        (TrainerPlace(OURS, "here"), info(worker(), worker(1, "", [])), set(), A_CPU["server"]),
     ],
 )
-def test_channels_work_where(trainer: TrainerPlace, described: BridgeInfo, works: set[str]) -> None:
-    assert {name for name in CHANNELS if why_not(name, trainer, described) is None} == works | EVERYWHERE
-
-
-@pytest.mark.parametrize(
-    ("trainer", "described", "ipc", "nccl"),
-    [
-        ("", info(), ("trainer", "a CPU"), ("trainer", "a CPU")),
-        (OURS, info(worker(uuid="", visible=[])), ("server", "a CPU"), ("server", "a CPU")),
-        (OURS, info(SEES_BOTH, machine="there"), ("server", "machine there"), None),
-        (OURS, info(worker(uuid=OTHER)), ("CUDA_VISIBLE_DEVICES of the server's worker 0", OTHER), None),
-        (OURS, info(), None, ("server", f"GPU {OURS}")),
-    ],
-)
-def test_channels_that_cannot_work_have_a_reason(
-    trainer: str, described: BridgeInfo, ipc: tuple[str, str] | None, nccl: tuple[str, str] | None
+def test_channels_work_where(
+    trainer: TrainerPlace, described: BridgeInfo, works: set[str], reasons: dict[str, tuple[str, str]]
 ) -> None:
-    names: list[Name] = ["cuda_ipc", "nccl"]
-    found = [why_not(name, TrainerPlace(trainer, "here"), described) for name in names]
-    assert [problem and (problem.field, problem.got) for problem in found] == [ipc, nccl]
-    assert all(problem is None or problem.wanted for problem in found)
+    found = {name: why_not(name, trainer, described) for name in CHANNELS}
+    assert {name for name, problem in found.items() if problem is None} == works | EVERYWHERE
+    assert all(problem is None or problem.wanted for problem in found.values())
+    problems = {name: problem and (problem.field, problem.got) for name, problem in found.items()}
+    assert problems == problems | reasons
 
 
 def test_channels_of_both_options_are_all_and_a_trainer_on_a_cpu_is_there() -> None:

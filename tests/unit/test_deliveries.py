@@ -15,6 +15,7 @@ from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import save
 
 from tests.unit.factories import refusing, story
+from tests.unit.test_fence import Workers
 from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
@@ -52,25 +53,10 @@ def channel(kind: str = "cuda_ipc", **changed: Any) -> ChannelRequest:
     return ChannelRequest(**fields | changed)
 
 
-class Workers:
-    """Two workers that remember what is open; the second refuses if the test sets it to."""
-
-    def __init__(self) -> None:
-        self.open: list[str] = []
-        self.fails = False
-        nothing: Any = None
-        self.fence = Fence("b", nothing, on_version=lambda version: None, writable=False)
-
-    async def call(self, method: str, *, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        if method == "grpo_close_channel":
-            self.open.remove(args[0])
-            return [{}, {}]
-        self.open.append(args[0])
-        answer = {"staging_bytes": 0}
-        return [answer, {"refused": "no"} if self.fails else answer]
-
-    def channels(self) -> Channels:
-        return Channels(self.call, self.fence, accepts=False, max_rank=8)
+def channels_of(workers: Workers) -> Channels:
+    nothing: Any = None
+    fence = Fence("b", nothing, on_version=lambda version: None, writable=False)
+    return Channels(workers.call, fence, accepts=False, max_rank=8)
 
 
 async def by_channel(channels: Channels, name: str) -> Delivery:
@@ -79,7 +65,7 @@ async def by_channel(channels: Channels, name: str) -> Delivery:
 
 @story
 async def test_channels_hold_the_newest_alone() -> None:
-    channels = (workers := Workers()).channels()
+    channels = channels_of(workers := Workers((0, 0)))
     first = (await channels.open(channel())).channel
     assert workers.open == [first] and channels.is_open
     second = (await channels.open(channel("nccl"))).channel
@@ -99,7 +85,7 @@ async def test_channels_hold_the_newest_alone() -> None:
 @story
 async def test_channels_give_each_publish_another_origin(kind: str) -> None:
     """The server refuses two living versions from one origin, and the engine's caches may be keyed by it."""
-    channels = Workers().channels()
+    channels = channels_of(Workers((0, 0)))
     name = (await channels.open(channel(kind))).channel
     one, two = await by_channel(channels, name), await by_channel(channels, name)
     assert one.origin != two.origin and one.origin.startswith(f"{kind}://{name}/")
@@ -129,7 +115,7 @@ async def test_channels_give_each_publish_another_origin(kind: str) -> None:
 async def test_channels_leave_the_open_one_when_another_cannot_be_served(
     changed: dict[str, Any], field: str, parts: dict[str, str]
 ) -> None:
-    channels = (workers := Workers()).channels()
+    channels = channels_of(workers := Workers((0, 0)))
     name = (await channels.open(channel())).channel
     with refusing(ServeError, field, 409 if field in ("boot_id", "weights") else 422) as refused:
         await channels.open(channel(**changed))
@@ -139,12 +125,12 @@ async def test_channels_leave_the_open_one_when_another_cannot_be_served(
 
 @story
 async def test_channels_that_a_worker_cannot_open_are_not_open() -> None:
-    channels = (workers := Workers()).channels()
-    workers.fails = True
+    channels = channels_of(workers := Workers((0, 0)))
+    workers.refusals["open"] = "no"
     with refusing(ServeError, "channel", 422):
         await channels.open(channel())
     assert workers.open == []
-    workers.fails = False
+    workers.refusals.clear()
     name = (await channels.open(channel())).channel
     assert workers.open == [name]
 
@@ -160,7 +146,7 @@ def receive(*pieces: bytes) -> Any:
     async def once() -> Any:
         async with Bodies().holding(chunks(*pieces)) as file:
             assert Path(file).read_bytes() == b"".join(pieces)
-            return await delivered(LoraLoadRequest(), file, Workers().channels(), ())
+            return await delivered(LoraLoadRequest(), file, channels_of(Workers((0, 0))), ())
 
     return asyncio.run(once())
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pynvml
 import pytest
@@ -241,9 +242,11 @@ def test_a_fault_of_model_or_options(
 
 
 def test_faults_of_a_run_and_what_mends_them(model: Path, small_disk: Path) -> None:
-    """A small /dev/shm, a missing vocabulary, a run that is there already."""
+    """A small /dev/shm, a full disk, a missing vocabulary, a run that is there already."""
     small = replace(MACHINE, shm=small_disk)
     assert "--shm-size" in only_fault(look_at(None, small)).fix
+    found = only_fault(look_at(run_of(model, run_dir=str(small_disk / "run"), weight_bridge_mode="none")))
+    assert found.name == "disk" and str(small_disk) in found.got and "--run-dir" in found.fix
     (model.parent / "run").mkdir()
     (model.parent / "run" / "metrics.jsonl").touch()
     assert "--resume auto" in only_fault(look_at(run_of(model))).fix
@@ -252,12 +255,6 @@ def test_faults_of_a_run_and_what_mends_them(model: Path, small_disk: Path) -> N
     (model / "tokenizer_config.json").write_text("{}")  # has no vocabulary
     found = only_fault(look_at(run_of(model, resume="auto")))
     assert found.name == "tokenizer" and "save_pretrained" in found.fix
-
-
-def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
-    config = run_of(write_model(tmp_path / "model"), run_dir=str(small_disk / "run"), weight_bridge_mode="none")
-    found = only_fault(look_at(config))
-    assert found.name == "disk" and str(small_disk) in found.got and "--run-dir" in found.fix
 
 
 def test_checkpoints_that_will_fill_the_disk(model: Path) -> None:
@@ -368,13 +365,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, model: Path, monkeypatch: pyt
     assert only_fault(look_at(run_of("some/model-of-the-hub"))).name == "model", "the tests' hub is offline"
     monkeypatch.setattr(checks, "check_name", lambda name: ok(f"{name} is on the hub"))
     assert not look_at(run_of("some/model-of-the-hub")).fails, "the run downloads it"
-
-
-def test_a_hub_that_does_not_answer_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise ConnectionError("unreachable")
-
-    monkeypatch.setattr("huggingface_hub.model_info", refuse)
+    monkeypatch.setattr("huggingface_hub.model_info", mock.Mock(side_effect=ConnectionError("unreachable")))
     found = check_name("some/model-of-the-hub")
     assert found.status == "warn" and "unreachable" in found.got and "some/model-of-the-hub" in found.fix
 
@@ -443,7 +434,7 @@ class Nvml:
             "nvmlDeviceGetMigMode": (lambda gpu: [1, 1]) if split else unsupported,
             "nvmlDeviceGetMemoryInfo": memory,
             "nvmlDeviceGetP2PStatus": lambda one, other, _: 0 if {one, other} == {0, 1} else unsupported(),
-            "nvmlDeviceGetTopologyCommonAncestor": lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,
+            "nvmlDeviceGetTopologyCommonAncestor": unsupported if split else lambda *_: pynvml.NVML_TOPOLOGY_SYSTEM,
         }.items():
             monkeypatch.setattr(pynvml, name, value)
 
@@ -462,15 +453,7 @@ def test_gpus_that_are_hidden_or_in_use(monkeypatch: pytest.MonkeyPatch) -> None
     assert only_fault(look_at(None, replace(MACHINE, gpus=both)), "warn").name == "gpu"
     Nvml(monkeypatch, split=True)
     assert "MIG" in list_gpus(None)[2]
-
-
-def test_nvlink_is_named_where_no_other_link_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> int:
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    Nvml(monkeypatch)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTopologyCommonAncestor", unsupported)
-    assert "NVLink" in links_in_words()
+    assert "NVLink" in links_in_words(), "it is named where no other link is known"
 
 
 def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,10 @@ def test_step_passes_honest_samples_and_their_gap_is_rounding() -> None:
     numbers = reduce(result.metrics)
     assert numbers["train/logprob_gap"] < 1e-5 and numbers["train/logprob_gap_stale"] > 0.3
     assert result.updated
+    nothing, unknown = (
+        [replace(s, **{key: None}) for s in rollouts(other(), 3)] for key in ("rollout_logprobs", "version")
+    )
+    assert "train/logprob_gap" not in trainer().step(of_version(3, nothing, unknown), 0).metrics, "no evidence"
 
 
 @pytest.mark.parametrize("fault", ["base", "raw", "weights", "one version", "nan"])
@@ -272,13 +276,6 @@ def test_the_second_look_makes_no_logits_of_all_tokens_and_ends_at_its_limit(mon
     assert min(whole.own, some.own) > LIMIT and whole.own != some.own
     monkeypatch.setattr(drift, "RECHECKED_TOKENS", 4)  # prompts alone
     assert recheck_version(one.forward, sequences, 3) == UNKNOWN
-
-
-def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:
-    one = trainer()
-    nothing = [replace(s, rollout_logprobs=None) for s in rollouts(other(), 3)]
-    unknown = [replace(s, version=None) for s in rollouts(other(), 3)]
-    assert "train/logprob_gap" not in one.step(of_version(3, nothing, unknown), 0).metrics
 
 
 # spikes of the gradient's norm ---------------------------------------------------------------------------------------

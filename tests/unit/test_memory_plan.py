@@ -198,6 +198,8 @@ def test_activations_and_head() -> None:
     # An adapter on q, k and down keeps their inputs: 2*(8 + 16) = 48.
     lora = trainer("lora_only", lora_target_modules="q_proj,k_proj,down_proj")
     assert layer_bytes_per_token(lora, SMALL, 2) == 64 + 48 + 96 + 48
+    one, two = (layer_bytes_per_token(trainer("shared_vllm", tensor_parallel_size=ranks), SMALL, 2) for ranks in (1, 2))
+    assert one == 320 and two == 64 + (48 + 96) / 2 + 2 * (2 * 8 + (8 + 16) / 2 + 2 * 8)  # half of all but the hidden
     layer = 20 * 320  # 2 sequences of 10
     found = parts(trainer())
     assert found["trainer", "activations"] == 3 * layer  # 2 layers, and the gradients of one's
@@ -256,11 +258,6 @@ def test_the_servers_share() -> None:
     assert weights == SHAPES["0.5b"].parameters
     own = setup(trainer(device="cuda:1"), SHAPES["0.5b"], 0.9, replace(H200, count=2)).plan()
     assert {row.device for row in own.rows if row.owner == "trainer"} == {1}
-
-
-def test_a_trainer_of_a_shard_keeps_a_part_of_the_activations() -> None:
-    one, two = (layer_bytes_per_token(trainer("shared_vllm", tensor_parallel_size=ranks), SMALL, 2) for ranks in (1, 2))
-    assert one == 320 and two == 64 + (48 + 96) / 2 + 2 * (2 * 8 + (8 + 16) / 2 + 2 * 8)  # half of all but the hidden
 
 
 def test_a_trainer_that_uses_spare_memory_is_not_tight_whatever_the_other_one_recomputes() -> None:

@@ -73,11 +73,8 @@ def test_place_run_by_hand() -> None:
     ]  # fmt: skip
     assert not any(place.gpus for place in two.values())
 
-
-@pytest.mark.parametrize("flags", [{"share_base": True}, {"weight_bridge_mode": "shared_vllm"}])
-def test_a_server_that_shares_its_weights_is_on_the_trainers_gpu(flags: dict[str, Any]) -> None:
-    config = a_run(**flags)
-    assert placed(config, 1) == {"trainer": ("n0", (0,)), "server": ("n0", (0,))} and gpus_of_run(config) == 1
+    for shares in (a_run(share_base=True), a_run(weight_bridge_mode="shared_vllm")):  # both are on one GPU
+        assert placed(shares, 1) == {"trainer": ("n0", (0,)), "server": ("n0", (0,))} and gpus_of_run(shares) == 1
 
 
 @pytest.mark.parametrize(

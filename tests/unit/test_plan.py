@@ -210,15 +210,6 @@ def test_environments_ask_for_no_more_than_is_served(mode: str, served: str, ask
     assert environments_file(made)["env"]["max_token_length"] == asked
 
 
-@pytest.mark.parametrize(
-    ("flags", "stores"),
-    [({}, ["/runs/a/queue.sqlite"]), ({"api.store": "/elsewhere/q"}, ["/elsewhere/q"]), ({"api.store": "none"}, [])],
-)
-def test_plan_queue_lies_in_the_runs_folder(flags: dict[str, str], stores: list[str]) -> None:
-    argv = plan(**flags).processes[0].argv
-    assert [after for word, after in pairwise(argv) if word == "--store"] == stores
-
-
 def test_a_run_that_begins_again_finds_no_queue_of_one_before_it(tmp_path: Path) -> None:
     queue, log = tmp_path / "queue.sqlite", tmp_path / "queue.sqlite-wal"
 
@@ -276,6 +267,9 @@ def test_both_ends_agree_on_ports_lora_and_folders() -> None:
     assert trainer.log_dir == Path("/runs/a") and trainer.save_path == Path("/runs/a/checkpoints")
     assert environment["env"]["rollout_server_url"] == "http://127.0.0.1:8123"
     assert environment["openai"]["base_url"] == "http://127.0.0.1:9123/v1"
+    for store, words in (("", ["/runs/a/queue.sqlite"]), ("/elsewhere/q", ["/elsewhere/q"]), ("none", [])):
+        argv = plan(**({"api.store": store} if store else {})).processes[0].argv
+        assert [after for word, after in pairwise(argv) if word == "--store"] == words
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -257,26 +257,7 @@ async def test_publisher_unloads_now_or_when_idle(made: Publishing) -> None:
     assert sorted(event for event in made.events if "remove" in event) == ["remove policy-v1", "remove policy-v2"]
 
 
-@pytest.mark.parametrize(
-    ("config", "field", "got", "wanted"),
-    [
-        ({"r": 24}, "r", "24", "1 to 8"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save", '["lm_head"]', "null"),
-        ({"r": 3}, ".lora_A.weight", "shape [4, 6]", "rank 3"),
-    ],
-)
-def test_publish_of_an_adapter_that_cannot_be_served_reaches_no_engine(
-    tmp_path: Path, config: dict[str, Any], field: str, got: str, wanted: str
-) -> None:
-    publisher = make_publisher(tmp_path)
-    with pytest.raises(ServeError) as refused:
-        asyncio.run(load(publisher, save_adapter(tmp_path / "1", **config)))
-    assert (refused.value.status, refused.value.got) == (422, got)
-    assert refused.value.field.endswith(field) and refused.value.wanted.startswith(wanted)
-    assert engine_of(publisher).events == []
-
-
-def test_publish_tells_missing_and_damaged_files_apart(tmp_path: Path) -> None:
+def test_publish_tells_missing_damaged_and_unservable_adapters_apart(tmp_path: Path) -> None:
     publisher = make_publisher(tmp_path)
     assert refusal(publisher, str(tmp_path / "nothing")).status == 404
     weights = Path(save_adapter(tmp_path / "1")) / "adapter_model.safetensors"
@@ -286,6 +267,10 @@ def test_publish_tells_missing_and_damaged_files_apart(tmp_path: Path) -> None:
     weights.unlink()
     gone = refusal(publisher, str(tmp_path / "1"))
     assert gone.status == 404 and weights.name in gone.got
+    for number, (config, field) in enumerate((({"r": 24}, "r"), ({"r": 3}, ".lora_A.weight")), 2):
+        unservable = refusal(publisher, save_adapter(tmp_path / f"{number}", **config))
+        assert unservable.status == 422 and unservable.field.endswith(field)
+    assert engine_of(publisher).events == []
 
 
 def refusal(publisher: Publisher, path: str, **more: Any) -> ServeError:

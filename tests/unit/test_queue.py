@@ -75,18 +75,19 @@ def test_only_groups_that_may_complete_one_are_searched_in_a_buffer(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "sizes", "numbers"),
+    ("queue", "sizes", "numbers"),
     [
-        (12, [8], ["12", "8"]),
-        (8, [5, 4], ["1", "5", "8"]),  # one group of 5: 8 - 5 = 3 is no sum of 4s and 5s
+        (started(12), [8], ["12", "8"]),
+        (started(8), [5, 4], ["1", "5", "8"]),  # one group of 5: 8 - 5 = 3 is no sum of 4s and 5s
+        (started(12, env(5, share=0.25), env(4)), [], ["3", "12", "0"]),  # a reservation that is dropped
     ],
 )
-def test_what_can_never_fit_is_said_with_its_numbers(batch_size: int, sizes: list[int], numbers: list[str]) -> None:
-    queue = started(batch_size)
+def test_what_can_never_fit_is_said_with_its_numbers(queue: RolloutQueue, sizes: list[int], numbers: list[str]) -> None:
     for size in sizes:
         offer(queue, size)
-    (warning,) = Explainer(queue).warnings()
-    assert re.findall(r"\d+", warning) == numbers
+    warnings = Explainer(queue).warnings()
+    assert numbers in [re.findall(r"\b\d+", warning)[: len(numbers)] for warning in warnings]
+    assert len(warnings) == 1 or not sizes
 
 
 @pytest.mark.parametrize(
@@ -101,11 +102,6 @@ def test_reservations_are_scaled_rounded_and_dropped(
     batch_size: int, environments: list[tuple[int, float | None]], minima: dict[int, int]
 ) -> None:
     assert started(batch_size, *(env(*each) for each in environments)).minima() == minima
-
-
-def test_a_reservation_that_is_dropped_is_said() -> None:
-    warnings = Explainer(started(12, env(5, share=0.25), env(4))).warnings()
-    assert ["3", "12", "0"] in [re.findall(r"\b\d+", warning)[:3] for warning in warnings]
 
 
 def test_a_large_batch_of_mixed_sizes_is_chosen_within_seconds() -> None:
@@ -149,11 +145,8 @@ def test_an_environment_that_comes_back_keeps_its_id_and_name() -> None:
     assert back.request.group_size == 2 and len(queue.alive) == 2 and not queue.buffered
     other = queue.register_environment(env(4), 2.0)
     assert other is not None and (other.id, other.name) == (2, "env_2")  # nobody has left
-
-
-def test_an_environment_that_was_killed_is_known_by_its_process() -> None:
     queue = started(4, *(replace(env(2, share=0.5), process=each) for each in "ab"))
-    again = queue.register_environment(replace(env(2, share=0.5), process="b"), 1.0)
+    again = queue.register_environment(replace(env(2, share=0.5), process="b"), 1.0)  # after it was killed
     assert again is not None and again.id == 1 and queue.minima() == {0: 2, 1: 2}
 
 
@@ -166,32 +159,6 @@ def test_environments_wait_for_a_trainer_that_is_not_done() -> None:
     for steps, waits in ((100, True), (150, False), (-1, False)):  # -1: of unknown length
         queue.register(trainer(4, starting_step=100, num_steps=steps))
         assert (queue.register_environment(env(4), 0.0) is None) == waits
-
-
-@pytest.mark.parametrize("how", ["expired", "taken over", "released", "acknowledged"])
-def test_the_end_of_a_lease_is_told_to_its_former_holder(how: str) -> None:
-    queue = started(4)
-    offer(queue, 4)
-    held = queue.next_batch(0.0, 60.0, uuid=None if how == "expired" else 7)
-    assert held is not None
-    match how:
-        case "expired":
-            queue.tick(60.0)
-            assert batch(queue, 60.0) == [0]
-        case "taken over":
-            queue.tick(700.0)  # the trainer was out of reach for long, and may be training on it
-            assert batch(queue, 700.0) is None
-            queue.register(trainer(4, uuid=8))
-            with pytest.raises(ApiError) as refused:
-                queue.next_batch(701.0, 60.0, uuid=7)
-            assert refused.value.reason == how
-        case "released":
-            queue.release(held.batch_id)
-        case _:
-            queue.acknowledge(held.batch_id)
-    with pytest.raises(ApiError) as refused:
-        queue.extend(held.batch_id, 701.0, 60.0)
-    assert (refused.value.status, refused.value.reason) == (409, how)
 
 
 def test_room_is_made_by_what_leaves_and_not_by_what_comes() -> None:

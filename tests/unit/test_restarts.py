@@ -6,9 +6,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,6 @@ class Servers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.servers = folder / "servers"
-        self.fault: BaseException | None = None
 
     def server(self, name: str) -> ProcessSpec:
         port = free_port()
@@ -231,18 +230,14 @@ class Servers:
             try:
                 self.until(lambda: all(each.state == "running" for each in self.listed(specs)))
                 script(running)
-            except BaseException as fault:
-                self.fault = fault
-            done.touch()
+            finally:
+                done.touch()
 
         running = Running(self.folder, servers=self.servers, **options)
-        with running:
-            thread = threading.Thread(target=act)
-            thread.start()
+        with ThreadPoolExecutor(1) as pool, running:
+            acting = pool.submit(act)
             running.run([[*specs, trainer]])
-        thread.join()
-        if self.fault is not None:
-            raise self.fault
+        acting.result()
 
     def listed(self, specs: Sequence[ProcessSpec]) -> list[Member]:
         self.until(lambda: {each.name for each in specs} <= self.states().keys())

@@ -73,40 +73,37 @@ def test_a_file_without_a_mode_says_what_changed(
 # prompts and answers ----------------------------------------------------------------------------------------
 
 
+def of_groups(*sizes: int) -> dict[str, Any]:
+    return {"environments": [{"env": {"group_size": size}} for size in sizes]}
+
+
 @pytest.mark.parametrize(
-    ("flags", "words", "sequences", "size", "prompts"),
+    ("file", "flags", "sequences", "size", "prompts"),
     [
         # 32 prompts x 8 answers, of which 16384 / 2048 = 8 are in a microbatch
-        ({}, (), 256, 8, 32),
+        ({}, {}, 256, 8, 32),
         # 32 x 4 = 128, of which 16384 / 64 = 256 would fit
-        ({"seq_len": 64}, ("--env.group_size", "4"), 128, 128, 32),
-        ({"prompts_per_step": 12, "seq_len": 1024}, (), 96, 16, 12),
-        ({"prompts_per_step": 12, "batch_size": 4}, (), 96, 4, 12),
-        ({"max_tokens_per_microbatch": 4096}, (), 256, 2, 32),
+        (of_groups(4), {"seq_len": 64}, 128, 128, 32),
+        (of_groups(4, 16), {}, 32 * 16, 8, 32),  # of two environments the larger group counts
+        ({}, {"prompts_per_step": 12, "seq_len": 1024}, 96, 16, 12),
+        ({}, {"prompts_per_step": 12, "batch_size": 4}, 96, 4, 12),
+        ({}, {"max_tokens_per_microbatch": 4096}, 256, 2, 32),
         # the older names
-        ({"batch_size": 8}, (), 256, 8, None),
-        ({"gradient_accumulation_steps": 4}, (), 8, 2, None),
+        ({}, {"batch_size": 8}, 256, 8, None),
+        ({}, {"gradient_accumulation_steps": 4}, 8, 2, None),
+        # a flag wins over a file's other name
+        ({"trainer": {"batch_size": 512, "gradient_accumulation_steps": 1}}, {"prompts_per_step": 4}, 32, 8, 4),
+        ({"trainer": {"prompts-per-step": 4}}, {}, 32, 8, 4),
+        ({"prompts_per_step": 4}, {"gradient_accumulation_steps": 16}, 32, 2, None),
+        ({"prompts_per_step": 4}, {"batch_size": 16}, 32, 16, 4),
     ],
 )
 def test_the_batch_is_computed_from_prompts_and_answers(
-    flags: dict[str, Any], words: tuple[str, ...], sequences: int, size: int, prompts: int | None
+    file: dict[str, Any], flags: dict[str, Any], sequences: int, size: int, prompts: int | None
 ) -> None:
-    config = made(flags, words=words)
+    config = made(flags, file)
     assert (config.trainer.sequences_per_step, config.trainer.batch_size) == (sequences, size)
     assert config.options.prompts_per_step == prompts
-
-
-@pytest.mark.parametrize(
-    ("file", "flags", "sequences"),
-    [
-        ({"trainer": {"batch_size": 512, "gradient_accumulation_steps": 1}}, {"prompts_per_step": 4}, 32),
-        ({"trainer": {"prompts-per-step": 4}}, {}, 32),
-        ({"prompts_per_step": 4}, {"gradient_accumulation_steps": 16}, 32),
-        ({"prompts_per_step": 4}, {"batch_size": 16}, 32),
-    ],
-)
-def test_a_flag_wins_over_a_files_other_name(file: dict[str, Any], flags: dict[str, Any], sequences: int) -> None:
-    assert made(flags, file).trainer.sequences_per_step == sequences
 
 
 @pytest.mark.parametrize(
@@ -119,11 +116,6 @@ def test_a_flag_wins_over_a_files_other_name(file: dict[str, Any], flags: dict[s
 def test_two_sizes_of_a_step_are_refused(flags: dict[str, Any], got: str) -> None:
     with refusing(ConfigError, "--prompts-per-step", got=got):
         made({"prompts_per_step": 3, **flags})
-
-
-def test_with_two_environments_the_larger_group_counts() -> None:
-    file = {"environments": [{"env": {"group_size": 4}}, {"env": {"group_size": 16}}]}
-    assert made(file=file).trainer.sequences_per_step == 32 * 16
 
 
 # model and machine ------------------------------------------------------------------------------------------

@@ -351,11 +351,8 @@ def test_connect_refuses_weights_that_are_no_policys(torn: str | None) -> None:
     with pytest.raises(BridgeError) as refused:
         Made(server).bridge.connect(0)
     assert "--resume auto" in refused.value.fix and (torn is None or refused.value.got == torn)
-
-
-def test_connect_refuses_a_server_that_has_restarted() -> None:
     made = Made()
-    made.server.info = msgspec.structs.replace(made.server.info, boot_id="other")
+    made.server.info = msgspec.structs.replace(made.server.info, boot_id="other")  # it has restarted
     with refusing(BridgeError, "boot_id", got="other"):
         made.bridge.connect(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -13,16 +14,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from environments.api import wire
 from environments.api.errors import StoreError
 from environments.api.groups import Posted, read
-from environments.api.queue import Group, Lease, Run
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.api.store import Payloads, Store
+from tests.old_runs import UNFINISHED
 from tests.unit.factories import refusing
 from tests.unit.test_queue import env, trainer
 
@@ -89,40 +89,22 @@ async def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clock
             assert service.status().leased_groups == groups
 
 
-FORMAT_1 = """
-CREATE TABLE run (id INTEGER PRIMARY KEY CHECK (id = 0), body BLOB NOT NULL);
-CREATE TABLE environments (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE groups (id INTEGER PRIMARY KEY AUTOINCREMENT, place TEXT NOT NULL, body BLOB NOT NULL);
-CREATE TABLE payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE leases (batch_id TEXT PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE closed (number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL UNIQUE, body BLOB NOT NULL);
-CREATE TABLE posts (key BLOB PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
-CREATE TABLE unanswered (key BLOB PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
-"""
+LEASED, QUEUED, BUFFERED, LAST_POST = range(13, 21), 21, 22, b"key of 21"
+"""Groups of the queue that the released version left."""
 
 
 def write_format_1(path: Path) -> None:
-    """A queue of format 1: groups 7 (queued), 8 (leased), 9 (buffered); the last post was that of 9, at time 100."""
-    pack = msgspec.msgpack.encode
-    run = Run(trainer(4), 3, 5, started=True)
-    environment = {"id": 0, "name": "env_0", "request": env(4), "connected": True}
+    """That queue, in which groups 23 and 24 are trained; the last post, at time 100, was that of the buffered group."""
+    shutil.copy(UNFINISHED / "queue.sqlite", path)
+    payload = posted(BUFFERED, env_id=0).payload
     with closing(sqlite3.connect(path)) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.executescript(FORMAT_1)
-        db.execute("INSERT INTO run VALUES (0, ?)", (pack(run),))
-        db.execute("INSERT INTO environments VALUES (0, ?)", (pack(environment),))
-        for each, place, size in ((7, "queue", 4), (8, "leased", 4), (9, "buffer", 3)):
-            payload = posted(each, env_id=0, size=size).payload
-            db.execute("INSERT INTO groups VALUES (?, ?, ?)", (each, place, pack(Group(each, 0, size, 9, 0.5))))
-            db.execute("INSERT INTO payloads VALUES (?, ?)", (each, payload))
-            key = hashlib.blake2b(payload, digest_size=16).digest()
-            db.execute("INSERT INTO posts VALUES (?, ?)", (key, 91.0 + each))
-        db.execute("INSERT INTO posts VALUES (?, ?)", (b"key of 7", 98.0))
-        db.execute("INSERT INTO groups VALUES (20, 'queue', ?)", (pack(Group(20, 0, 4, 9, 0.5)),))
-        db.execute("DELETE FROM groups WHERE id = 20")  # trained: its number is used
-        db.execute("INSERT INTO leases VALUES ('b', ?)", (pack({"batch_id": "b", "groups": [8], "deadline": 1.7e9}),))
-        db.execute("INSERT INTO closed VALUES (1, 'a', ?)", (pack({"how": "acknowledged", "groups": []}),))
-        db.execute("PRAGMA user_version = 1")
+        db.execute("DELETE FROM leases WHERE batch_id = '0b875dad4e4eb207'")
+        db.execute("DELETE FROM groups WHERE id > 22")
+        db.execute("UPDATE groups SET place = iif(id = 21, 'queue', 'buffer') WHERE id > 20")
+        db.execute("UPDATE payloads SET body = ? WHERE id = ?", (payload, BUFFERED))
+        db.execute("UPDATE posts SET at = 91.0")
+        for key, at in ((LAST_POST, 98.0), (hashlib.blake2b(payload, digest_size=16).digest(), 100.0)):
+            db.execute("INSERT INTO posts VALUES (?, ?)", (key, at))
         db.commit()
 
 
@@ -130,15 +112,20 @@ async def test_a_queue_of_format_1_is_taken_over_whole(path: Path) -> None:
     write_format_1(path)
     with serving(path, clock=lambda: 110.0) as service:
         queue = service.queue
-        assert ([*queue.line], [*queue.groups], [*queue.buffered]) == ([7], [7, 8], [9])
-        assert (queue.run, queue.next_group) == (Run(trainer(4), 3, 5, started=True, next_group=21), 21)
-        assert queue.acknowledge("a") == () and queue.leases == {"b": Lease("b", (8,), 600.0)}
-        assert service.take(posted(9, env_id=0, size=3)).status == "received"  # repeated: its answer may be lost
-        assert service.take(posted(7, env_id=0), b"key of 7").status == "received"
-        assert service.status().queue_size == 1
-        batch_id, groups = await leased(service, 60.0)
-        assert groups == [7]
-        await service.release(batch_id)
+        assert ([*queue.line], [*queue.groups], [*queue.buffered]) == ([QUEUED], [*LEASED, QUEUED], [BUFFERED])
+        assert queue.run is not None and (queue.run.current_step, queue.run.started, queue.next_group) == (5, True, 25)
+        assert queue.acknowledge("da1043760e009b29") == ()
+        assert [(lease.groups, lease.trained) for lease in queue.leases.values()] == [
+            ((13, 14, 15, 16), True),
+            ((17, 18, 19, 20), True),
+        ]
+        assert service.take(posted(BUFFERED, env_id=0)).status == "received"  # repeated: its answer may be lost
+        assert service.take(posted(0, env_id=0), LAST_POST).status == "received"
+        assert (service.status().queue_size, service.status().buffered_groups) == (1, 1)
+        await service.register(trainer(4))
+        assert sorted([*queue.line, *queue.buffered]) == [*LEASED, QUEUED, BUFFERED]
+        batch_id, _ = await leased(service)
+        assert queue.leases[batch_id].groups == (13,)
     with closing(sqlite3.connect(path)) as db:
         names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         assert names == {"items", "payloads", "sqlite_sequence"}

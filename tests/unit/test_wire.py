@@ -123,13 +123,13 @@ def read(body: bytes, content_type: str, of: Any = groups.read) -> Any:
         raise groups.refusal(error, content_type) from None
 
 
-def posted(service: Service, body: bytes) -> wire.ScoredDataListResponse:
+def posted(service: Service, body: bytes, path: str = "/scored_data_list") -> httpx.Response:
     async def post() -> httpx.Response:
         transport = httpx.ASGITransport(build_app(service))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-            return await client.post("/scored_data_list", content=body, headers={"content-type": wire.JSON})
+            return await client.post(path, content=body, headers={"content-type": wire.JSON})
 
-    return wire.decode(asyncio.run(post()).content, wire.ScoredDataListResponse)
+    return asyncio.run(post())
 
 
 @pytest.mark.parametrize("value", [msgspec.msgpack.Ext(5, b"x"), {None: 1}, {(1, 2): 1}])
@@ -212,16 +212,11 @@ def test_a_long_body_is_read_in_a_thread(path: str, monkeypatch: pytest.MonkeyPa
         on_the_loop.append(threading.current_thread() is threading.main_thread())
         return original(*arguments)
 
-    async def post(group: wire.ScoredData) -> None:
-        body = msgspec.json.encode(group if path == "/scored_data" else [group])
-        transport = httpx.ASGITransport(build_app(Service(Settings())))
-        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-            answer = await client.post(path, content=body, headers={"content-type": wire.JSON})
-        assert answer.status_code == 200
-
     monkeypatch.setattr(groups, "read", read)
     for length in (4, 1 << 14):
-        asyncio.run(post(wire.unpack(long_group(length, 8))))
+        group = wire.unpack(long_group(length, 8))
+        body = msgspec.json.encode(group if path == "/scored_data" else [group])
+        assert posted(Service(Settings()), body, path).status_code == 200
     assert on_the_loop == [True, False]
 
 
@@ -235,7 +230,8 @@ def test_posted_list_explains_a_hundred_refusals_and_counts_the_others(monkeypat
     monkeypatch.setattr(groups, "refusal", lambda error, kind: explained.append(error) or original(error, kind))
     good = msgspec.json.encode(group())
     service = Service(Settings())
-    answer = posted(service, b"[" + b",".join([*[WRONG] * 1000, good, *[WRONG] * 20, good]) + b"]")
+    body = b"[" + b",".join([*[WRONG] * 1000, good, *[WRONG] * 20, good]) + b"]"
+    answer = wire.decode(posted(service, body).content, wire.ScoredDataListResponse)
     assert (answer.status, answer.groups_processed, len(service.queue.line)) == ("partial", 2, 2)
     assert answer.rejected is not None and [each.group for each in answer.rejected] == list(range(100))
     assert {each.field for each in answer.rejected} == {"tokens"} and answer.more_rejected == 920
