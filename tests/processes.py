@@ -22,6 +22,10 @@ import psutil
 from grpo_trainer.launch.ports import claim_ports
 
 ROOT = Path(__file__).parents[1]
+GPU_SHARE = "0.1"
+"""Share of a GPU that vLLM must find free when it starts, so that four workers' servers and trainers fit on one card.
+Only the KV cache's size in bytes keeps vLLM from measuring the free memory, which fails if another process frees some.
+"""
 
 
 def free_port() -> int:

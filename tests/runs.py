@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from tests.processes import assert_ended, running, tail, wait_for
+from tests.processes import GPU_SHARE, assert_ended, running, tail, wait_for
 
 KV_CACHE = f"--kv-cache-memory-bytes,{64 << 20}"
 OF_MODE: dict[str, dict[str, object]] = {
@@ -49,6 +49,7 @@ def arguments(model: Path, run_dir: Path, **options: object) -> list[str]:
         "seq-len": 64,
         "checkpoint-interval": 1,
         "server.port": 0,
+        "server.gpu-memory-utilization": GPU_SHARE,
         "api.port": 0,
         **{name.replace("_", "-").replace("--", "."): value for name, value in options.items()},
     }

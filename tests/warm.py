@@ -43,8 +43,9 @@ TRAINERS = (
     "grpo_trainer.cli",
     "environments.running.cli",
     "transformers.models.qwen2.modeling_qwen2",
+    "tests.unit.factories",
 )
-"""What a trainer and an environment import."""
+"""What a trainer and an environment import, those of tests too."""
 RUNS = (
     # The server's half of vLLM and the engine's; and what else `grpo run` starts.
     *("vllm_server.serve", "vllm_server.worker.extension"),

@@ -25,7 +25,7 @@ from vllm_server.worker.packed import layout_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-FLAGS = ["--gpu-memory-utilization", "0.1", "--dtype", "bfloat16"]
+FLAGS = ["--dtype", "bfloat16"]
 
 
 def assert_versions_arrive(server: Serving, made: Sending, transport: str) -> None:

@@ -15,7 +15,7 @@ from tests.integration.serving import KEEP_VERSIONS, Serving, serving
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 TOLERANCE = 0.02  # bfloat16 on both sides
-FLAGS = ["--lora-keep-versions", str(KEEP_VERSIONS), "--gpu-memory-utilization", "0.1", "--max-num-seqs", "16"]
+FLAGS = ["--lora-keep-versions", str(KEEP_VERSIONS), "--max-num-seqs", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,7 @@ def test_memory_that_the_server_cannot_see_is_refused_with_the_reason(apart: Ser
     assert refused.value.field == "--lora-transport"
 
 
+@pytest.mark.alone
 def test_publishes_leave_no_gpu_memory_behind(on_one_gpu: Serving) -> None:
     """What the server and the trainer hold after each slot was written is what they hold fifty publishes later."""
     with contract(on_one_gpu, "memory", "cuda", TOLERANCE) as made:

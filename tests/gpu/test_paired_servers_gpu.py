@@ -47,8 +47,7 @@ def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         for number, own in enumerate(visible):
             folder = tmp_path_factory.mktemp(f"server{number}")
             flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json"), "--max-num-seqs", "16"]
-            flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)]
-            flags += ["--tensor-parallel-size", str(2 // len(visible))]
+            flags += ["--kv-cache-memory-bytes", str(1 << 30), "--tensor-parallel-size", str(2 // len(visible))]
             starting = serving(folder, *flags, env=only_gpus(*own), key_value_heads=2, wait=False)
             made.servers.append(stack.enter_context(starting))
         for server in made.servers:

@@ -42,6 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_proves_trains_and_stays_in_line(models: Path, tmp_path: Path, method: str) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     options = {"training-steps": 5, "batch-size": 256, "dtype": "bfloat16", "drift-limit": 0.2, "on-drift": "stop"}
+    options = runs.of_mode("lora_only", **options, **{"server.extra-args": f"--kv-cache-memory-bytes,{1 << 30}"})
     with runs.started(models / method, run_dir, log, **options) as process:
         assert runs.finished(process, log, 500) == 0, tail(log)
     found = PROVED.search((run_dir / "logs" / "trainer.log").read_text())

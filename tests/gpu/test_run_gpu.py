@@ -11,7 +11,7 @@ import pytest
 
 from tests.processes import ROOT, tail
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]  # the share of the GPU is the default
 
 
 def test_the_quickstart_learns_with_cuda_graphs(tmp_path: Path) -> None:

@@ -43,9 +43,8 @@ def contract(server: Serving, folder: Path) -> SharedContract:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("shared")
-    flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json"), "--gpu-memory-utilization", "0.1"]
-    flags += ["--kv-cache-memory-bytes", str(1 << 30)]  # without it vLLM fails where another process frees GPU memory
-    with serving(folder, *flags, "--max-num-seqs", "16") as running_server:
+    flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json"), "--max-num-seqs", "16"]
+    with serving(folder, *flags, "--kv-cache-memory-bytes", str(1 << 30)) as running_server:
         yield running_server
 
 

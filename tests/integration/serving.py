@@ -27,7 +27,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tests.processes import answers, free_port, running, tail, wait_for
+from tests.processes import GPU_SHARE, answers, free_port, running, tail, wait_for
 from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadResponse, TokenPrompt
 
 RANK = 8
@@ -180,7 +180,8 @@ def serve(
     """
     log, port = folder / "server.log", free_port() if port is None else port
     command = ["-m", module, "--model", str(model), "--port", str(port)]
-    command += ["--kv-cache-memory-bytes", str(64 << 20), *(["--api-key", key] if key else []), *flags]
+    command += ["--gpu-memory-utilization", GPU_SHARE, "--kv-cache-memory-bytes", str(64 << 20)]
+    command += [*(["--api-key", key] if key else []), *flags]
     with running(*command, log=log, env=env) as process:
         server = Serving(f"http://127.0.0.1:{port}", model, folder / "adapters", log, process, key)
 

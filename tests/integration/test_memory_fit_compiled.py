@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 
 from grpo_trainer.config.bridge import BridgeConfig
@@ -21,6 +23,7 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import build_without_weights
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.trainer import Trainer
+from tests.conftest import counted_graphs
 from tests.unit.test_memory_fit import Gpu, fitted, fitting_of, flags
 from tests.unit.test_packing import gradients, one_step, settings, tiny
 from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts
@@ -31,39 +34,36 @@ LORA = {"lora_r": 8, "lora_target_modules": "v_proj,down_proj"}
 """Few modules, since torch traces each for seconds."""
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
-    base = tiny("qwen2", num_hidden_layers=3)
-    wanted = one_step(copy.deepcopy(base), settings(**PACKED, checkpointing=checkpointing))
-    config = settings(**PACKED, checkpointing=checkpointing, compile="on")
-    trainer = Trainer(model := copy.deepcopy(base), config)
-    # before the first step: one for all layers and lengths; two of the head; none of adamw's, weights being fp32
-    assert graphs["unique_graphs"] == 3
-    assert all(parameter.grad is None for parameter in trainer.parameters)
-    assert_same(wanted, (reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
-    assert graphs["unique_graphs"] == 3
-    assert not counters["graph_break"]
-    with torch.no_grad():
-        model(input_ids=torch.ones(1, 5, dtype=torch.int64))
-    assert graphs["unique_graphs"] == 3  # what is no step of training is not compiled
+@pytest.fixture(scope="module")
+def traced() -> Iterator[Any]:
+    """Graphs with their backward passes. Tests on the same model share them, since each takes seconds to trace.
+
+    torch first takes the layers' floats for symbols, which no graph here keeps, and then traces all again without.
+    """
+    with counted_graphs("aot_eager") as counted, dynamo_config.patch(specialize_float=True):
+        yield counted
 
 
-def test_whatever_compiled_layers_keep_the_step_is_the_same(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Recomputation(2, Kept.INPUT, Kept.NARROW)
-    base = tiny("qwen2", num_hidden_layers=3)
+@pytest.mark.parametrize("plan", [Recomputation(2, Kept.INPUT, Kept.NARROW), Recomputation(2, Kept.PRODUCTS)], ids=str)
+def test_whatever_compiled_layers_keep_the_step_is_the_same(
+    plan: Recomputation, traced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_qwen(depth=3).requires_grad_(True)
     wanted = one_step(copy.deepcopy(base), settings(**PACKED, checkpointing=None))
     Gpu(monkeypatch, 1e9)
     monkeypatch.setattr(LayerMemory, "plan", lambda *_: plan)
+    before = traced["unique_graphs"]
     trainer = Trainer(copy.deepcopy(base), settings(**PACKED, checkpointing=None, compile="on"))
     assert_same(wanted, (reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
     assert trainer.forward.compiled is not None
     assert trainer.forward.recomputation == plan == trainer.forward.compiled.plan
     assert not counters["graph_break"]
-    # of layers: all kept, for the trial; one for each other level, of which those between are measured at the most
-    assert graphs["unique_graphs"] <= 2 + 1 + len({plan.less, plan.more, Kept.PRODUCTS, Kept.NARROW} - {Kept.ALL})
+    # two of the head; of layers: all kept, for the trial; one for each other level, of which those between are measured
+    levels = {plan.less, plan.more, Kept.PRODUCTS, Kept.NARROW} - {Kept.ALL}
+    assert traced["unique_graphs"] - before <= 2 + 1 + len(levels)
 
 
-def test_what_compiled_layers_keep_is_what_they_are_told_to(graphs: Any) -> None:
+def test_what_compiled_layers_keep_is_what_they_are_told_to(traced: Any) -> None:
     """fp32, hidden 32, 4 heads of 8 (2 for keys and values), inner 64; 4 bytes of each."""
     totals = {kept: [] for kept in Kept}
     for depth in (2, 3):
@@ -84,7 +84,7 @@ def test_what_compiled_layers_keep_is_what_they_are_told_to(graphs: Any) -> None
     assert a_layer[Kept.ALL] > 1.2 * a_layer[Kept.PRODUCTS]
 
 
-def test_memory_decides_what_compiled_layers_keep(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_decides_what_compiled_layers_keep(traced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
     for free in (1e9, 30e6, 1e5):
         Gpu(monkeypatch, free)
@@ -94,6 +94,60 @@ def test_memory_decides_what_compiled_layers_keep(graphs: Any, monkeypatch: pyte
         plans.append(forward.recomputation)
     work = [sum(plan.of(layer) for layer in range(4)) for plan in plans]
     assert work[0] == 0 and work[-1] == 4 * Kept.INPUT and work[0] < work[1] < work[2]
+
+
+def test_what_is_cast_in_a_graph_is_not_kept_by_layers_that_compute_it_again(traced: Any) -> None:
+    """Weights in fp32 that compute in bfloat16, as mode `none` has them."""
+    model = tiny_qwen(depth=2).requires_grad_(True)
+    forward = build_forward(model, settings(packing="on"))
+    tried = fitting_of(forward)
+
+    def cast(tokens: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return tried.run(tokens)
+
+    forward.compiled = compile_layers(tried.layers, lambda: learn(cast(64)))
+    assert forward.compiled is not None
+    fixed = {}
+    for kept in (Kept.ALL, Kept.INPUT):
+        assert forward.compiled.try_out(Recomputation(2, kept), lambda: learn(cast(64))) is None
+        with forward.learning():
+            fixed[kept] = measure(forward.model, cast)[1]
+    # q 32 x 32, k and v 32 x 16, o 32 x 32, three of 32 x 64: 9,216 weights of 2 bytes in each of two layers
+    assert fixed[Kept.ALL] > 2 * 2 * 9216
+    assert fixed[Kept.INPUT] < 0.1 * fixed[Kept.ALL]
+
+
+def test_an_adapters_compiled_layers_compute_all_again(graphs: Any) -> None:
+    """With every term of the loss."""
+    results, lora = [], BridgeConfig.model_validate({**LORA, "weight_bridge_mode": "lora_only"})
+    for choice, checkpointing in (("off", False), ("on", True)):
+        model = add_adapter(tiny_qwen(), lora, seed=0)
+        fill_b(model)
+        loss = {"loss": "grpo", **EVERYTHING}
+        config = settings(packing="on", loss=loss, compile=choice, checkpointing=checkpointing)
+        trainer = Trainer(model, config)
+        results.append((reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
+    assert_same(*results)
+    assert trainer.forward.compiled is not None and trainer.forward.compiled.plan == Recomputation(2)
+    assert flags(trainer.forward) == [False, False]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
+    base = tiny("qwen2", num_hidden_layers=3)
+    wanted = one_step(copy.deepcopy(base), settings(**PACKED, checkpointing=checkpointing))
+    config = settings(**PACKED, checkpointing=checkpointing, compile="on")
+    trainer = Trainer(model := copy.deepcopy(base), config)
+    # before the first step: one for all layers and lengths; two of the head; none of adamw's, weights being fp32
+    assert graphs["unique_graphs"] == 3
+    assert all(parameter.grad is None for parameter in trainer.parameters)
+    assert_same(wanted, (reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
+    assert graphs["unique_graphs"] == 3
+    assert not counters["graph_break"]
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64))
+    assert graphs["unique_graphs"] == 3  # what is no step of training is not compiled
 
 
 def test_fit_of_what_torch_cant_compile(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -110,43 +164,6 @@ def test_fit_of_what_torch_cant_compile(monkeypatch: pytest.MonkeyPatch, caplog:
     assert warned.levelname == "WARNING"
     assert not trainer.forward.plan.is_compiled
     assert_same(wanted, one_step(base, settings()))
-
-
-def test_what_is_cast_in_a_graph_is_not_kept_by_layers_that_compute_it_again(graphs: Any) -> None:
-    """Weights in fp32 that compute in bfloat16, as mode `none` has them."""
-    model = tiny_qwen(depth=2).requires_grad_(True)
-    forward = build_forward(model, settings(packing="on"))
-    tried = fitting_of(forward)
-
-    def cast(tokens: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return tried.run(tokens)
-
-    forward.compiled = compile_layers(tried.layers, lambda: learn(cast(64)))
-    assert forward.compiled is not None
-    fixed = {}
-    for kept in (Kept.ALL, Kept.PRODUCTS, Kept.INPUT):
-        assert forward.compiled.try_out(Recomputation(2, kept), lambda: learn(cast(64))) is None
-        with forward.learning():
-            fixed[kept] = measure(forward.model, cast)[1]
-    # q 32 x 32, k and v 32 x 16, o 32 x 32, three of 32 x 64: 9,216 weights of 2 bytes in each of two layers
-    assert fixed[Kept.ALL] > 2 * 2 * 9216
-    assert fixed[Kept.PRODUCTS] < 0.1 * fixed[Kept.ALL] and fixed[Kept.INPUT] < 0.1 * fixed[Kept.ALL]
-
-
-def test_an_adapters_compiled_layers_compute_all_again(graphs: Any) -> None:
-    """With every term of the loss."""
-    results, lora = [], BridgeConfig.model_validate({**LORA, "weight_bridge_mode": "lora_only"})
-    for choice, checkpointing in (("off", False), ("on", True)):
-        model = add_adapter(tiny_qwen(), lora, seed=0)
-        fill_b(model)
-        loss = {"loss": "grpo", **EVERYTHING}
-        config = settings(packing="on", loss=loss, compile=choice, checkpointing=checkpointing)
-        trainer = Trainer(model, config)
-        results.append((reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
-    assert_same(*results)
-    assert trainer.forward.compiled is not None and trainer.forward.compiled.plan == Recomputation(2)
-    assert flags(trainer.forward) == [False, False]
 
 
 def test_fit_where_checkpoints_do(

@@ -64,7 +64,7 @@ def served(
 def mixture_server(folder: Path, dtype: str, *flags: str) -> Iterator[str]:
     """A server of the model in `folder`; yields its URL."""
     limits = ["--max-model-len", "128", "--block-size", "32", "--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
-    more = ["--dtype", dtype, "--logits-dtype", "float32", "--gpu-memory-utilization", "0.1"]
+    more = ["--dtype", dtype, "--logits-dtype", "float32"]
     with serve(folder, folder, *limits, *more, *flags) as server:
         yield server.url
 
