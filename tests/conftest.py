@@ -107,6 +107,12 @@ def warm_processes() -> None:
 
 
 @pytest.fixture(scope="session")
+def warm_environments() -> None:
+    """The same for environments and judges of answers alone."""
+    warm.start(warm.ENVIRONMENTS)
+
+
+@pytest.fixture(scope="session")
 def warm_trainers() -> None:
     """The same for trainers and environments, without vLLM."""
     warm.start(warm.TRAINERS)

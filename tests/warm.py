@@ -38,24 +38,28 @@ COLD = "GRPO_TESTS_COLD"
 PACKAGES = ("grpo_trainer", "vllm_server", "environments", "tests")
 ROOT = Path(__file__).parents[1]
 
+ENVIRONMENTS = (
+    *("environments.running.cli", "environments.multi_turn", "environments.arithmetic"),
+    *("environments.maths.judge_worker", "transformers.models.auto.tokenization_auto"),
+    "transformers.models.qwen2.tokenization_qwen2",
+)
+"""What an environment and its judges import."""
 TRAINERS = (
-    "grpo_trainer.loop",
-    "grpo_trainer.cli",
-    "environments.running.cli",
-    "transformers.models.qwen2.modeling_qwen2",
-    "tests.unit.factories",
+    *ENVIRONMENTS,
+    *("grpo_trainer.loop", "grpo_trainer.cli", "transformers.models.qwen2.modeling_qwen2", "tests.unit.factories"),
 )
 """What a trainer and an environment import, those of tests too."""
 RUNS = (
     # The server's half of vLLM and the engine's; and what else `grpo run` starts.
     *("vllm_server.serve", "vllm_server.worker.extension"),
-    *("vllm_server.worker.preload", *TRAINERS, "grpo_trainer.run", "environments.multi_turn"),
+    *("vllm_server.worker.preload", *TRAINERS, "grpo_trainer.run"),
     *("environments.api.server", "uvicorn", "uvloop", "tests.calm_workers"),
     "vllm.model_executor.layers.quantization.online.base",  # imported when a model is loaded, whatever its quantization
 )
 """What a whole run imports, servers with it."""
 
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG = 1
 
 _exec_child = subprocess.Popen._execute_child  # pyright: ignore[reportAttributeAccessIssue]
 _exec = os.execve
@@ -88,8 +92,10 @@ def _fork_child(
 ) -> None:  # fmt: skip
     """`Popen._execute_child`, for what can be forked."""
     environment = dict(os.environ if env is None else env)
+    # The one function that can be repeated in the child of another process: the child ends with its parent.
+    ends_with_parent = getattr(preexec_fn, "__module__", "") == "grpo_trainer.launch.process"
     if not _can_be_forked(args, environment, shell=shell, other=bool(executable or pass_fds)) or (
-        preexec_fn and not _forked
+        preexec_fn and not (_forked or ends_with_parent)
     ):
         _exec_child(
             self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
@@ -103,6 +109,7 @@ def _fork_child(
         "folder": os.fspath(cwd or Path.cwd()),
         "new_session": bool(new_session),
         "process_group": process_group,
+        "ends_with_parent": ends_with_parent,
     }
     given = [theirs if theirs != -1 else own for theirs, own in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2))]
     self.pid = _fork(wanted, given, preexec_fn) if _forked else _ask(wanted, given)
@@ -303,6 +310,8 @@ def _fork_for_another(wanted: dict[str, Any], given: list[int]) -> int:
         def wait_for_parent() -> None:
             while os.getppid() == number:
                 time.sleep(0.001)
+            if wanted["ends_with_parent"]:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
         try:
             os.write(writing, _fork(wanted, given, wait_for_parent).to_bytes(8))

@@ -36,7 +36,7 @@ async def even(completions, answer, **kwargs):
 def short(completion_ids, answer):
     return [None if int(a) % 2 else float(len(ids) <= 3) for ids, a in zip(completion_ids, answer)]
 """
-LEARNING = {"batch_size": 256, "gradient_accumulation_steps": 1, "lr": 5e-4, "warmup_steps": 5}
+LEARNING = {"batch_size": 128, "gradient_accumulation_steps": 1, "lr": 1e-3, "warmup_steps": 2}
 LEARNING |= {"lora_r": 16, "lora_alpha": 32, "seq_len": 64, "weight_bridge_mode": "lora_only"}
 
 
@@ -55,10 +55,10 @@ def write_jsonl(path: Path, lines: list[Any]) -> Path:
 def test_one_command_learns_from_a_file_with_a_function_of_two_lines(demo_model: Path, tmp_path: Path) -> None:
     data, reward, run_dir = write_jsonl(tmp_path / "sums.jsonl", sums()), tmp_path / "my.py", tmp_path / "run"
     reward.write_text(RIGHT)
-    options = {"training_steps": 40, "checkpoint_interval": 0, "data": data, "reward": f"{reward}:right"}
+    options = {"training_steps": 30, "checkpoint_interval": 0, "data": data, "reward": f"{reward}:right"}
     done = trained(demo_model, run_dir, **options, data__held_out=30, eval_every=20, **LEARNING)
     means = [row["reward/mean"] for row in done]
-    assert len(means) == 40 and fmean(means[-5:]) > fmean(means[:5]) + 0.3
+    assert len(means) == 30 and fmean(means[-5:]) > fmean(means[:5]) + 0.3
     reported = jsonl(run_dir / "logs" / "env-dataset.metrics.jsonl")
     assert any("dataset_0/reward_right" in row for row in reported)
     evaluated = [row for row in reported if "dataset_0/eval/reward" in row]
@@ -93,19 +93,16 @@ def test_a_run_of_a_toml_file_is_killed_and_continues_with_the_next_rows(demo_mo
         with running(*command, "--resume", "auto", *words, log=log) as process:
             return finished(process, log)
 
-    assert resumed() == 0, tail(log)
-    assert [row["step"] for row in rows(run_dir)] == list(range(1, 13))
     said = run_dir / "logs" / "env-dataset.log"
+    parquet.write_table(pyarrow.Table.from_pylist(sums(499)), folder / "train.parquet")
+    assert resumed() != 0
+    assert "--allow-changed-data" in log.read_text() + said.read_text()
+    assert resumed("--allow-changed-data") == 0, tail(log)
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, 13))
     assert "reward_even" in said.read_text() and "reward_brief" in said.read_text()
     states = {int(p.stem.removeprefix("step-")): p for p in run_dir.glob("checkpoints/environments/*/step-*.json")}
     positions = [json.loads(states[step].read_text())["position"] for step in sorted(states)]
     assert positions == sorted(positions) and positions[-1] > positions[0]  # later steps have later rows
-
-    parquet.write_table(pyarrow.Table.from_pylist(sums(499)), folder / "train.parquet")
-    assert resumed("--training-steps", "14") != 0
-    assert "--allow-changed-data" in log.read_text() + said.read_text()
-    assert resumed("--training-steps", "14", "--allow-changed-data") == 0, tail(log)
-    assert rows(run_dir)[-1]["step"] == 14
 
 
 def test_twenty_steps_on_rows_of_gsm8k_with_strict_and_lenient_scores_logged(demo_model: Path, tmp_path: Path) -> None:

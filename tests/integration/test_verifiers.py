@@ -218,13 +218,3 @@ def test_an_evaluation_whose_rollouts_fail_ends_with_the_reason(
         command += ["--env.tokenizer_name", str(tmp_path / "tokenizer"), "--env.renderer", "qwen3"]
         assert run([*command, "--env.eval_tasks", "4"], log, packages) == 1
     assert re.search(r"RolloutFailed\b.*\blost_sums: ", tail(log)) and "no judge" in tail(log)
-
-
-def test_without_its_virtual_environment_the_command_that_makes_it_is_named(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    status = run(
-        ["environments.from_verifiers", "serve", "--env.env_id", "x"],
-        log,
-        {"GRPO_VERIFIERS_VENV": str(tmp_path / "none")},
-    )
-    assert status == 2 and "verifiers install" in log.read_text()

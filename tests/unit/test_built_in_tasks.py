@@ -54,6 +54,7 @@ from tests.stand_ins import Scripted, after_setup, registration, scripted, servi
 from tests.unit.factories import refusing
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
+pytestmark = pytest.mark.usefixtures("warm_environments")
 
 ROWS = ROOT / "tests" / "data" / "gsm8k_rows.jsonl"
 END = "<|endoftext|>"
@@ -422,7 +423,6 @@ def command(name: str, model: str, server: str, *more: str) -> list[str]:
     return ["-m", "environments.arithmetic", name, "--env.tokenizer_name", model, *servers, *more]
 
 
-@pytest.mark.usefixtures("warm_trainers")
 @pytest.mark.parametrize(("name", "peer"), [("serve", "the rollout API"), ("evaluate", "the inference server")])
 def test_program_servers_that_never_come_are_named(model: str, name: str, peer: str) -> None:
     nobody = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -436,7 +436,6 @@ def test_program_servers_that_never_come_are_named(model: str, name: str, peer: 
     ("arguments", "says"),
     [
         (["serv"], ["COMMAND: ", "'serv'", "serve, process, evaluate"]),
-        (["serve", "--env.grup_size", "4"], ["--env.grup_size: ", "--env.group_size"]),
         (["serve", "--openai.model_name", "/no/such"], ["--env.tokenizer_name: ", "/no/such"]),
     ],
 )
@@ -466,20 +465,18 @@ OPTIONS: dict[str, Options] = {
 
 
 @pytest.fixture(params=OPTIONS)
-def build(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., BaseEnv[Any, Any]]:
+def build(request: pytest.FixtureRequest, data: Path) -> Callable[..., BaseEnv[Any, Any]]:
     """Makes the environment before a policy that says 46 or 7."""
     name, found = request.param, KNOWN[request.param]
-    for split in ("train", "test"):
-        shutil.copy(ROWS, tmp_path / f"{split}.jsonl")
 
     def make(**changes: Any) -> BaseEnv[Any, Any]:
         module = import_module(found.settings_module or found.module)
-        options = OPTIONS[name](tmp_path) | changes
-        data = options.pop("data", None)
+        options = OPTIONS[name](data) | changes
+        rows = options.pop("data", None)
         config = getattr(module, found.settings)
         env = scripted(environment_class(module), "46<|endoftext|>", "7<|endoftext|>", config=config, **options)
-        if data is not None:
-            env.data, env.rewards = data, (RewardConfig(function="exact_match"),)
+        if rows is not None:
+            env.data, env.rewards = rows, (RewardConfig(function="exact_match"),)
         return env
 
     return make

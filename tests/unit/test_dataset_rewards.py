@@ -326,51 +326,38 @@ def test_rewards_async_functions_of_a_group_overlap(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- built-in rewards
 
 
-@pytest.mark.parametrize(
-    ("function", "answer", "texts", "expected"),
-    [
-        ("exact_match", "4", ["4", " 4\n", "44", "<think>5</think> 4"], [1.0, 1.0, 0.0, 1.0]),
-        ("exact_match", None, ["4"], [None]),
-        (r"regex:^\d+$", None, ["4", "four", "12"], [1.0, 0.0, 1.0]),
-        ("regex:a=5", None, ["a=5", "a"], [1.0, 0.0]),
-        ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"so it is $\frac{2}{4}$", "three"], [1.0, 1.0, 0.0]),
-        ("math", r"First … \boxed{12}", ["The answer is 12.", "13"], [1.0, 0.0]),
-        ("math", "$4$", ["4", "5"], [1.0, 0.0]),
-        ("math", "18", [r"\boxed{18}", "17, no: 18.", r"18 is \boxed{17}", "17=18 or 19"], [1.0, 1.0, 0.0, 0.0]),
-        ("math", "18", [r"\boxed{1+17}", r"\boxed{17=18}", r"\boxed{\$18}"], [0.0, 0.0, 1.0]),
-        ("math", None, ["4"], [None]),
-    ],
-)
-def test_rewards_built_in(function: str, answer: str | None, texts: list[str], expected: list[float | None]) -> None:
-    async def scene() -> list[float | None]:
-        judge = MathJudge(1)
-        try:
-            config = RewardConfig(function=function)
-            reward = load_reward(config, COLUMNS, "solution", Threads(4), lambda: judge)
-            return await reward.scores(asked(texts, answer))
-        finally:
-            await judge.close()
-
-    assert asyncio.run(scene()) == expected
+BUILT_IN: list[tuple[str, str | None, list[str], list[float | None]]] = [
+    ("exact_match", "4", ["4", " 4\n", "44", "<think>5</think> 4"], [1.0, 1.0, 0.0, 1.0]),
+    ("exact_match", None, ["4"], [None]),
+    (r"regex:^\d+$", None, ["4", "four", "12"], [1.0, 0.0, 1.0]),
+    ("regex:a=5", None, ["a=5", "a"], [1.0, 0.0]),
+    ("math", r"\frac{1}{2}", [r"\boxed{0.5}", r"so it is $\frac{2}{4}$", "three"], [1.0, 1.0, 0.0]),
+    ("math", r"First … \boxed{12}", ["The answer is 12.", "13"], [1.0, 0.0]),
+    ("math", "$4$", ["4", "5"], [1.0, 0.0]),
+    ("math", "18", [r"\boxed{18}", "17, no: 18.", r"18 is \boxed{17}", "17=18 or 19"], [1.0, 1.0, 0.0, 0.0]),
+    ("math", "18", [r"\boxed{1+17}", r"\boxed{17=18}", r"\boxed{\$18}"], [0.0, 0.0, 1.0]),
+    ("math", None, ["4"], [None]),
+]
 
 
-def test_rewards_a_search_that_does_not_end_is_given_up_and_the_next_one_works() -> None:
-    async def scene() -> list[float | None]:
-        judge = MathJudge(1, limit_s=0.5)
-        endless, plain = (
-            load_reward(RewardConfig(function=f), COLUMNS, None, Threads(4), lambda: judge)
-            for f in (r"regex:^(\w+\s?)+\.$", "regex:é$")
-        )
-        try:
-            with pytest.raises(RewardError) as caught:
-                await endless.scores(asked(["a" * 40]))
-            assert "0.5" in str(caught.value.got)
-            judge.limit_s = 30.0
-            return await plain.scores(asked(["caf\u00e9", "x"]))
-        finally:
-            await judge.close()
+async def test_rewards_built_in_and_a_search_that_does_not_end_is_given_up() -> None:
+    judge = MathJudge(1)
 
-    assert asyncio.run(asyncio.wait_for(scene(), 60)) == [1.0, 0.0]
+    async def scores_of(function: str, answer: str | None, texts: list[str]) -> list[float | None]:
+        reward = load_reward(RewardConfig(function=function), COLUMNS, "solution", Threads(4), lambda: judge)
+        return await reward.scores(asked(texts, answer))
+
+    try:
+        for function, answer, texts, expected in BUILT_IN:
+            assert await scores_of(function, answer, texts) == expected, (function, answer)
+        judge.limit_s = 0.5
+        with pytest.raises(RewardError) as caught:
+            await scores_of(r"regex:^(\w+\s?)+\.$", None, ["a" * 40])
+        assert "0.5" in str(caught.value.got)
+        judge.limit_s = 30.0
+        assert await scores_of("regex:é$", None, ["caf\u00e9", "x"]) == [1.0, 0.0]
+    finally:
+        await judge.close()
 
 
 @pytest.mark.parametrize("function", ["exact_match", "math"])

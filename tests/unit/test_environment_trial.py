@@ -39,7 +39,7 @@ from grpo_trainer.launch.trial import Trial, trying
 from grpo_trainer.run import run
 from tests.stand_ins import Scripted, scripted
 
-pytestmark = pytest.mark.usefixtures("warm_trainers")
+pytestmark = pytest.mark.usefixtures("warm_environments")
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = re.search(r"\n    from environments.*?\n(?=\nAn environment)", str(base.__doc__), re.DOTALL)
@@ -205,12 +205,8 @@ def test_an_environment_that_ends_its_process_is_refused(model: Path) -> None:
     assert problem.field == "--env mine.py" and "import" in problem.summary and "exit code 7" in problem.got
 
 
-@pytest.mark.parametrize(
-    ("before", "at"),
-    [("        self.items", "setup() at mine.py:7"), ("        return float", "score() at mine.py:13")],
-)
-def test_trial_step_without_end_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, before: str, at: str) -> None:
-    code = CAPITALS.replace(before, SLEEPS + before)
+def test_trial_step_without_end_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, at = CAPITALS.replace("        return float", f"{SLEEPS}        return float"), "score() at mine.py:13"
     with trying(run_of(write(code), model)) as trials:
         (running,) = trials
         while running.doing != at and not running.is_over:
@@ -422,8 +418,7 @@ def test_the_guides_conversation_says_higher_or_lower(said: str, heard: str | No
 CALL = '<tool_call>{"name": "days_between", "arguments": {"start": "2024-02-28", "end": "2024-03-01"}}</tool_call>'
 
 
-@pytest.mark.parametrize(("answer", "score"), [("It is 2", 1.0), ("It is 1", 0.0)])  # 2024 has a 29 February
-def test_the_guides_tool_answers_the_policy(answer: str, score: float) -> None:
+def test_the_guides_tool_answers_the_policy() -> None:
     tokenizer, prompts = build_tokenizer(), []
     tokenizer.chat_template = (
         "{{ tools | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}assistant: "
@@ -431,14 +426,14 @@ def test_the_guides_tool_answers_the_policy(answer: str, score: float) -> None:
 
     def say(prompt: list[int]) -> list[str]:
         prompts.append(str(tokenizer.decode(prompt)))
-        return [f"{[CALL, answer][len(prompts) - 1]}<|endoftext|>"]
+        return [f"{[CALL, 'It is 2'][len(prompts) - 1]}<|endoftext|>"]
 
     config = MultiTurnConfig(tokenizer_name="demo", group_size=1)
     env = shown("Days")(config, Scripted(tokenizer, say), tokenizer)
     group = asyncio.run(env.collect_trajectories(("2024-02-28", "2024-03-01")))
     assert prompts[0].count("YYYY-MM-DD") == 2  # each argument's line of the docstring
     assert prompts[1].endswith("tool: 2<|endoftext|>assistant: ")
-    assert group is not None and group.scores == [score]
+    assert group is not None and group.scores == [1.0]  # 2024 has a 29 February
 
 
 def test_the_guide_names_every_option() -> None:

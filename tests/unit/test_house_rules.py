@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -19,19 +21,25 @@ HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "ray")
 PACKAGES = ("grpo_common", "vllm_server", "environments", "grpo_trainer")
 
 
-def imports(path: Path, *, for_types: bool = True) -> Iterator[str]:
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@cache
+def imports(path: Path, *, for_types: bool = True) -> list[str]:
     """Full names of all that a file imports, at any depth; on request without what only type checkers see."""
-    tree = ast.parse(path.read_text())
-    unseen: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    found, unseen = list[str](), set[ast.AST]()
+    for node in nodes(path):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
             unseen |= {*ast.walk(node)}
         if node in unseen:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def sources(package: str) -> list[Path]:
@@ -49,7 +57,7 @@ def test_no_pattern_has_a_possessive_repeat_of_a_group(package: str) -> None:
     """Python before 3.11.5 matches them wrongly (python/cpython#106052); those of a set of characters are right."""
     possessive = re.compile(r"\)(?:[*+?]|\{\d*,?\d*\})\+")
     for path in sources(package):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)):
                 text = node.value if isinstance(node.value, str) else node.value.decode("latin-1")
                 assert not possessive.search(text), (path, text)
@@ -87,8 +95,8 @@ def test_only_who_starts_environments_checks_their_settings() -> None:
 
 def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
     for name in ("loop.py", "trainer.py"):
-        tree = ast.parse((ROOT / "grpo_trainer" / name).read_text())
-        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        found = nodes(ROOT / "grpo_trainer" / name)
+        attributes = {node.attr for node in found if isinstance(node, ast.Attribute)}
         assert attributes and "mode" not in attributes
 
 
@@ -186,43 +194,64 @@ def test_no_test_depends_on_a_short_time() -> None:
     assert found == {each for places in SHORT.values() for each in places}
 
 
-def helps(module: str, *words: str) -> str:
-    return f"import sys, runpy; sys.argv = {['x', *words, '--help']}; runpy.run_module('{module}', run_name='__main__')"
+HELPS = {
+    "grpo_trainer": ("run", "doctor"),
+    "grpo_trainer run": ("--model-name", "--help-all"),
+    "vllm_server": ("--model", "--port", "--max-lora-rank", "--shared-weights", "--help-all"),
+    "environments.api": ("--port", "--store"),
+    "environments.arithmetic": ("serve", "process", "evaluate"),
+    "environments.demo_model": ("--released", "--seed"),
+}
+"""Commands, and what one screen of their help shows."""
+LIGHT = f"""
+import contextlib, io, json, runpy, sys
+
+heavy, shown = {(*HEAVY, "datasets", "verifiers")}, {{}}
 
 
-@pytest.mark.parametrize(
-    ("code", "shown"),
-    [
-        (helps("grpo_trainer"), ("run", "doctor")),
-        (helps("grpo_trainer", "run"), ("--model-name", "--help-all")),
-        (helps("vllm_server"), ("--model", "--port", "--max-lora-rank", "--shared-weights", "--help-all")),
-        (helps("environments.api"), ("--port", "--store")),
-        (helps("environments.arithmetic"), ("serve", "process", "evaluate")),
-        (helps("environments.demo_model"), ("--released", "--seed")),
-        (
-            "import vllm_server.protocol, environments.api.wire; assert 'pydantic' not in sys.modules; "
-            "import grpo_trainer.config.train, grpo_trainer.config.run",
-            (),
-        ),
-        (
-            "from grpo_trainer.doctor.checks import *; from grpo_trainer.machine import look; examine(look(), None)",
-            (),
-        ),
-    ],
-)
-def test_light_edges(code: str, shown: tuple[str, ...]) -> None:
-    script = f"""
-import atexit, sys
-atexit.register(lambda: print("HEAVY", [m for m in {HEAVY} if m in sys.modules], file=sys.stderr))
-{code}
+def light(what):
+    assert not [name for name in heavy if name in sys.modules], what
+
+
+import environments.api.wire, vllm_server.protocol
+
+assert "pydantic" not in sys.modules
+import grpo_trainer.config.run, grpo_trainer.config.train
+
+light("options")
+for command in {[*HELPS]}:
+    module, *words = command.split()
+    sys.argv = ["x", *words, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            runpy.run_module(module, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, command
+    shown[command] = output.getvalue()
+    light(command)
+from environments.running.settings_check import check
+
+for name in ("arithmetic", "gsm8k", "verifiers", "word_problems"):
+    check(name, {{}})
+light("settings of environments")
+from grpo_trainer.doctor.checks import *
+from grpo_trainer.machine import look
+
+examine(look(), None)
+light("the doctor")
+from grpo_trainer.run import joined
+
+with joined(None, 1):
+    assert "ray" not in sys.modules, "a run without a cluster"
+print(json.dumps(shown))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "HEAVY []" in done.stderr
-    assert all(each in done.stdout for each in shown) and len(done.stdout.splitlines()) <= 60, "it is one screen"
 
 
-def test_a_run_without_a_cluster_imports_no_ray() -> None:
-    code = "import sys\nfrom grpo_trainer.run import joined\nwith joined(None, 1): assert 'ray' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+def test_light_edges() -> None:
+    """In one process, in this order: what a later part needs, no earlier one has imported."""
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout.splitlines()[-1])
+    for command, words in HELPS.items():
+        assert all(word in shown[command] for word in words), command
+        assert len(shown[command].splitlines()) <= 60, "it is one screen"

@@ -600,13 +600,16 @@ def test_what_can_not_be_answered_is_said(asked: dict[str, Any], status: int, sa
     assert answer.status_code == status and says in answer.json()["error"]["message"]
 
 
-def test_help_needs_no_installation(
+def test_help_needs_no_installation_and_other_commands_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(verifiers_venv.FOLDER_VARIABLE, str(tmp_path / "none"))
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert f"{COMMAND} install [PACKAGE" in capsys.readouterr().out and not (tmp_path / "none").exists()
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--env.env_id", "x"])
+    assert f"`{COMMAND} install`" in capsys.readouterr().err
 
 
 def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

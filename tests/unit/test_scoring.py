@@ -198,7 +198,7 @@ BLOCKING = """
 import asyncio, logging, os, re, signal, subprocess, sys, time
 from environments import scoring
 
-scoring.LEAST_S, scoring.BEAT_S, scoring.NATIVE_S = 1.5, 0.2, 9.0
+scoring.LEAST_S, scoring.BEAT_S, scoring.NATIVE_S = 1.5, 0.2, {native}
 logging.basicConfig(format="%(levelname)s %(message)s")
 
 def stopped(seconds):
@@ -231,7 +231,8 @@ asyncio.run(main())
     ],
 )
 def test_loop_watch_ends_a_blocked_process(block: str, seconds: float, armed: bool, status: int) -> None:
-    script = BLOCKING.format(block=block, seconds=seconds, armed=armed)
+    native = 1.0 if status == 1 else 9.0
+    script = BLOCKING.format(block=block, seconds=seconds, armed=armed, native=native)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250)
     assert done.returncode == status, done.stderr
     assert done.stdout == ("" if status else "moved\n")
@@ -517,12 +518,14 @@ async def judging(**settings: Any) -> AsyncIterator[MathJudge]:
         await judge.close()
 
 
+@pytest.mark.usefixtures("warm_environments")
 async def test_strict_is_right_in_the_form_and_lenient_is_right_anywhere() -> None:
     async with judging(workers=1) as judge:
         verdicts = [await judge.judge(gold, answer, form) for gold, answer, form, _ in CASES]
     assert [*zip(CASES, verdicts, strict=True)] == [(case, case[3]) for case in CASES]
 
 
+@pytest.mark.usefixtures("warm_environments")
 async def test_judge_that_hangs_is_ended() -> None:
     async with judging(workers=1, limit_s=30.0) as judge:
         assert await judge.judge("18", "\\boxed{18}", "boxed") == BOTH
@@ -536,7 +539,15 @@ async def test_judge_that_hangs_is_ended() -> None:
     assert not judge.running
 
 
-NOISY = """
+FRAGILE = """
+import os, pathlib, signal
+
+starts = pathlib.Path(__file__).with_name("starts")
+with starts.open("a") as file:
+    file.write("x")
+if starts.stat().st_size <= {killed}:
+    os.kill(os.getpid(), signal.SIGKILL)
+
 from environments.maths import judge_worker
 
 def noisy(judge):
@@ -550,41 +561,22 @@ judge_worker.main()
 """
 
 
-async def test_what_a_library_prints_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "noisy_worker.py").write_text(NOISY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("environments.maths.judge.WORKER", "noisy_worker")
-    async with judging(workers=1, limit_s=60.0) as judge:
-        verdicts = [await judge.judge("18", answer, "boxed") for answer in ("\\boxed{18}", "\\boxed{17}", "18")]
-    assert verdicts == [BOTH, NEITHER, LENIENT]
-
-
-FRAGILE = """
-import os, pathlib, signal, sys
-from environments.maths import judge_worker
-
-starts = pathlib.Path(__file__).with_name("starts")
-with starts.open("a") as file:
-    file.write("x")
-if starts.stat().st_size <= {killed}:
-    os.kill(os.getpid(), signal.SIGKILL)
-judge_worker.main()
-"""
-
-
 @pytest.mark.parametrize("killed", [1, 2])
 async def test_judge_that_is_killed_during_its_start_starts_once_more(
     killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What a library prints there is no verdict."""
     (tmp_path / "fragile_worker.py").write_text(FRAGILE.format(killed=killed))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr("environments.maths.judge.WORKER", "fragile_worker")
     async with judging(workers=1, limit_s=60.0) as judge:
         with nullcontext() if killed == 1 else pytest.raises(RuntimeError):
-            assert await judge.judge("18", "\\boxed{18}", "boxed") == BOTH
+            verdicts = [await judge.judge("18", answer, "boxed") for answer in ("\\boxed{18}", "\\boxed{17}", "18")]
+            assert verdicts == [BOTH, NEITHER, LENIENT]
     assert not judge.running
 
 
+@pytest.mark.usefixtures("warm_environments")
 async def test_judge_that_is_given_up_during_its_start_leaves_nothing() -> None:
     """At any moment: a process of asyncio whose pipes are not connected yet would never be waited for."""
     async with judging(workers=1) as judge:
@@ -601,6 +593,7 @@ async def test_judge_that_is_given_up_during_its_start_leaves_nothing() -> None:
         assert started and await judge.judge("18", "\\boxed{18}", "boxed") == BOTH
 
 
+@pytest.mark.usefixtures("warm_environments")
 async def test_arithmetic_without_end_does_not_stop_the_rest() -> None:
     async with judging(workers=2) as judge:
         answers = ["\\boxed{9^{9^{9^{9}}}}", *["\\boxed{18}"] * 3]
@@ -614,10 +607,9 @@ from environments.maths.judge import MathJudge
 
 async def main():
     judge = MathJudge(1, 600.0)
+    await judge.search("a", ["a"])  # it is ready
     searching = asyncio.create_task(judge.search("(a+)+$", ["a" * 60 + "b"]))
-    while not judge.running:
-        await asyncio.sleep(0.05)
-    await asyncio.sleep(5.0)  # it is ready, and searches
+    await asyncio.sleep(0.5)
     print(next(iter(judge.running)).pid, flush=True)
     await searching
 

@@ -41,7 +41,7 @@ def test_setup_installs_when_executed_and_only_defines_when_sourced() -> None:
     ],
 )
 def test_train_starts_a_run(words: list[str], bridge: str, tmp_path: Path) -> None:
-    """`tests/integration/test_documented_commands.py` trains with such a command."""
+    """`tests/integration/test_documented_commands.py` gives such a command to `grpo run`."""
     fake, written = tmp_path / "python", tmp_path / "command"
     fake.write_text(f'#!/bin/bash\n[ "$2" != grpo_trainer ] || echo "${{@:3}}" >> {written}\n')
     fake.chmod(0o755)
