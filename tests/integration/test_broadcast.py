@@ -263,11 +263,10 @@ def test_broadcast_trainer_killed_half_way(server: Serving, tmp_path: Path, stag
     healed.assert_serves(healed.bridge.connect(0))
 
 
-@pytest.mark.parametrize("transport", ["gloo", "disk"])
-def test_broadcast_server_killed_half_way(tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_server_killed_half_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 4096)
     with receiving(tmp_path) as server:
-        made = Sending(server, tmp_path, broadcast_transport=transport)
+        made = Sending(server, tmp_path, broadcast_transport="gloo")
         version = made.bridge.connect(0)
         parts = ModelLayout.parts
 
@@ -295,9 +294,9 @@ def test_a_server_that_was_not_started_for_it_is_refused(tmp_path: Path) -> None
 # ------------------------------------------------------------------------------- models, shards, and whole runs
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
 def test_every_kind_of_model_arrives_bit_for_bit(tmp_path: Path, architecture: str) -> None:
-    """Tied and untied heads, and two mixtures of experts; the server has the weights in bfloat16."""
+    """A tied head and a mixture of experts; the server has the weights in bfloat16."""
     folder = save_tiny_model(tmp_path / "model")  # its tokenizer
     random_model(architecture).save_pretrained(folder)
     with receiving(tmp_path, "--dtype", "bfloat16", model=folder) as server:
@@ -403,18 +402,15 @@ def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, archi
 @pytest.mark.parametrize(
     "servers",
     [
-        {"server.replicas": 2},
         {"server.replicas": 2, "broadcast-transport": "gloo"},
-        {"server.replicas": 2, "broadcast-transport": "disk"},
         {"server.tensor-parallel-size": 2, "broadcast-staging": "off"},
     ],
-    ids=["two", "two-gloo", "two-disk", "sharded-not-staged"],
+    ids=["two-gloo", "sharded-not-staged"],
 )
 def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: dict[str, object]) -> None:
     """To two servers, and to one of two workers. Each proof changes the shards of both processes."""
     run_dir = tmp_path / "run"
-    options = of_mode("broadcast", **{"trainer-gpus": 2, "broadcast-root": tmp_path / "root", **servers})
-    done = trained(demo_model, run_dir, **options)
+    done = trained(demo_model, run_dir, **of_mode("broadcast", **{"trainer-gpus": 2, **servers}))
     assert [row["step"] for row in done] == [1, 2, 3]
     assert_fresh(done)
     said = (run_dir / "logs" / "trainer.log").read_text()
