@@ -14,7 +14,7 @@ import pytest
 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.policy import build_policy
-from tests.integration.serving import Serving, serve, serving
+from tests.integration.serving import Serving, serving, shared_server
 from tests.processes import answers, free_port, running, tail, wait_for
 from tests.runs import finished, newest, rows, wait_for_step
 from tests.shared_contract import WRITES, SharedContract, settings
@@ -42,12 +42,12 @@ def test_one_process_writes_while_requests_run(server: Serving, tmp_path: Path, 
     SharedContract([server], tmp_path).writes_while_requests_run(**options)
 
 
-def test_a_server_that_shares_nothing_is_told_how_to(demo_model: Path, tmp_path: Path) -> None:
-    with serve(demo_model, tmp_path) as plain:
-        config = settings(demo_model, tmp_path, [port := plain.url.rpartition(":")[2]])
-        with pytest.raises(BridgeError) as refused:
-            build_policy(config)
-        assert port in refused.value.field and "--shared-weights" in refused.value.fix
+def test_a_server_that_shares_nothing_is_told_how_to(tmp_path: Path) -> None:
+    plain = shared_server()
+    config = settings(plain.model_folder, tmp_path, [port := plain.url.rpartition(":")[2]])
+    with pytest.raises(BridgeError) as refused:
+        build_policy(config)
+    assert port in refused.value.field and "--shared-weights" in refused.value.fix
 
 
 # ---------------------------------------------------------------- whole runs
