@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import faulthandler
+import functools
 import inspect
 import os
 import shutil
@@ -15,11 +16,11 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import httpx._transports.default
 import pytest
 from filelock import FileLock
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
@@ -55,6 +56,11 @@ os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser())
 # By default httpx waits for an answer for 5 s. A busy machine stalls a process for that long, so tests wait longer.
 for _phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, _phase, 60.0)
+
+# A client of httpx reads the certificates of all authorities, also for http. That takes 30 ms, and tests ask several
+# times a second whether a server has started.
+_context = functools.cache(httpx.create_ssl_context)
+httpx._transports.default.create_ssl_context = _context  # pyright: ignore[reportPrivateImportUsage]
 
 # A server may run on the same machine as the tests: slowness is no failure.
 settings.register_profile("few", deadline=None, max_examples=20)
@@ -170,7 +176,7 @@ def counted_graphs(backend: str) -> Iterator[Any]:
     from torch._dynamo.utils import counters
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
         torch._dynamo.reset()
         counters.clear()
         yield counters["stats"]

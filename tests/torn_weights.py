@@ -27,7 +27,7 @@ from grpo_trainer.bench.models import SHAPES
 from grpo_trainer.bench.publish import Publisher
 from vllm_server.protocol import GENERATE_ROUTE, GenerateResponse
 
-PROMPTS, PROMPT_TOKENS = 16, 24
+PROMPTS, PROMPT_TOKENS = 8, 24
 LEAST_REFERENCES = 4
 """Answers of each pattern to each prompt; half of them are kept to compare others with."""
 LEAST_ANSWERS = 24
@@ -73,20 +73,67 @@ class Found:
     """The smallest distance between the two patterns' answers to a prompt."""
 
 
-def find_torn_answers(publisher: Publisher, *, writes: int, fenced: bool, concurrency: int = 16) -> Found:
-    """Write two patterns in turn, under load, and judge the answers meanwhile.
+@dataclass(frozen=True)
+class Judge:
+    """What a server under load answers with each of two patterns of weights, to which later answers are compared."""
+
+    publisher: Publisher
+    prompts: Sequence[Sequence[int]]
+    patterns: Sequence[Sequence[Tensor]]
+    known: Sequence[Sequence[Floats]]
+    """Of each pattern and prompt some answers [answer, token]."""
+    allowed: float
+    spread: float
+    """See `Found`."""
+
+    def find(self, *, writes: int, fenced: bool) -> Found:
+        """Write the two patterns in turn, and judge the answers meanwhile.
+
+        Args:
+            writes: the number of writes; without a fence at most, since the first torn answer ends them. With a fence
+                there are more of them until `LEAST_ANSWERS` were judged.
+        """
+        distances: list[tuple[float, float]] = []
+        first, written, is_torn = self.publisher.version + 1, 0, threading.Event()
+
+        def judge(answer: Answer) -> None:
+            one, other = (_nearest(answer.logprobs_T, pattern[answer.prompt]) for pattern in self.known)
+            distances.append((one, other))
+            if min(one, other) > self.allowed:
+                is_torn.set()
+
+        with _asking(self.publisher.config.server.url, self.prompts, judge=judge) as answers:
+            while (written < writes or (fenced and len(distances) < LEAST_ANSWERS)) and (
+                fenced or not is_torn.is_set()
+            ):
+                pattern = self.patterns[written % 2]
+                if fenced:
+                    self.publisher.write(lambda pattern=pattern: _copy(self.publisher.weights, pattern))
+                else:
+                    _copy(self.publisher.weights, pattern)
+                written += 1
+        misnamed = 0
+        for answer, (one, other) in zip(answers, distances, strict=True):
+            begun, ended = answer.versions
+            may = {(version - first) % 2 for version in range(begun, ended + 1)}
+            misnamed += fenced and min(one, other) <= self.allowed and int(other < one) not in may
+        least = [min(pair) for pair in distances]
+        torn = sum(distance > self.allowed for distance in least)
+        return Found(written, len(least), torn, misnamed, max(least, default=math.nan), self.allowed, self.spread)
+
+
+@contextmanager
+def judging(publisher: Publisher, concurrency: int = 16) -> Iterator[Judge]:
+    """Keep a server busy within the block, and learn what it answers with each of two patterns.
 
     Args:
-        writes: the number of writes; without a fence at most, since the first torn answer ends them. With a fence there
-            are more of them until `LEAST_ANSWERS` were judged.
         concurrency: sequences in flight beside those that are judged.
     """
     vocab, url = SHAPES[publisher.options.shape].vocab, publisher.config.server.url
     draw = random.Random(0)
     prompts = [draw.choices(range(2, vocab), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
     patterns = _two_patterns(publisher.weights)
-    demand = Demand(url, concurrency, PROMPT_TOKENS, 64, vocab, {})
-    with generating(demand):
+    with generating(Demand(url, concurrency, PROMPT_TOKENS, 64, vocab, {})):
         known: list[list[Floats]] = []
         noise = 0.0
         for pattern in patterns:
@@ -103,34 +150,7 @@ def find_torn_answers(publisher: Publisher, *, writes: int, fenced: bool, concur
         spread = min(_nearest(answer, b) for a, b in zip(*known, strict=True) for answer in a)
         allowed = max(NOISE_MARGIN * noise, spread / FINENESS)
         assert ROOM * allowed <= spread, f"the patterns are {spread} apart, answers of one pattern {noise}"
-
-        distances: list[tuple[float, float]] = []
-        first, written, is_torn = publisher.version + 1, 0, threading.Event()
-
-        def judge(answer: Answer) -> None:
-            one, other = (_nearest(answer.logprobs_T, pattern[answer.prompt]) for pattern in known)
-            distances.append((one, other))
-            if min(one, other) > allowed:
-                is_torn.set()
-
-        with _asking(url, prompts, judge=judge) as answers:
-            while (written < writes or (fenced and len(distances) < LEAST_ANSWERS)) and (
-                fenced or not is_torn.is_set()
-            ):
-                pattern = patterns[written % 2]
-                if fenced:
-                    publisher.write(lambda pattern=pattern: _copy(publisher.weights, pattern))
-                else:
-                    _copy(publisher.weights, pattern)
-                written += 1
-    misnamed = 0
-    for answer, (one, other) in zip(answers, distances, strict=True):
-        begun, ended = answer.versions
-        may = {(version - first) % 2 for version in range(begun, ended + 1)}
-        misnamed += fenced and min(one, other) <= allowed and int(other < one) not in may
-    least = [min(pair) for pair in distances]
-    torn = sum(distance > allowed for distance in least)
-    return Found(written, len(least), torn, misnamed, max(least, default=math.nan), allowed, spread)
+        yield Judge(publisher, prompts, patterns, known, allowed, spread)
 
 
 @contextmanager

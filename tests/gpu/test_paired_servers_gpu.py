@@ -15,7 +15,7 @@ from tests.integration.paired import STEPS
 from tests.integration.serving import START_LIMIT_S, Serving, serving
 from tests.integration.test_paired_servers import trained
 from tests.processes import answers, wait_for
-from tests.shared_contract import PROMISES, SharedContract
+from tests.shared_contract import SharedContract
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -75,15 +75,14 @@ def test_pairs_write_the_same_rounded_weights(layout: Layout, tmp_path: Path, op
 
 
 @on_two_gpus
-@pytest.mark.parametrize("promise", PROMISES)
-def test_ranks_on_two_gpus_keep(layout: Layout, tmp_path: Path, promise: str) -> None:
-    getattr(contract(layout, tmp_path), promise)()
+def test_ranks_on_two_gpus_follow_each_step_hand_over_and_heal(layout: Layout, tmp_path: Path) -> None:
+    contract(layout, tmp_path).follows_each_step_hands_over_and_heals()
 
 
 @on_two_gpus
-@pytest.mark.parametrize("moment", ["within", "after"])  # before: the device waits for NCCL, and can't be used again
-def test_a_rank_that_dies(layout: Layout, tmp_path: Path, moment: str) -> None:
-    contract(layout, tmp_path).survives_a_rank_that_dies(moment)
+def test_ranks_that_die(layout: Layout, tmp_path: Path) -> None:
+    """Not before the fence: the device waits for NCCL, and can't be used again."""
+    contract(layout, tmp_path).survives_ranks_that_die("after")
 
 
 def contract(layout: Layout, folder: Path) -> SharedContract:

@@ -17,7 +17,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.policy import SharedWeights, build_policy
 from tests.integration.serving import Serving, serving
 from tests.processes import ROOT
-from tests.shared_contract import PROMISES, WRITES, SharedContract
+from tests.shared_contract import WRITES, SharedContract
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -73,12 +73,15 @@ def test_a_trainer_that_is_killed_does_not_hurt_the_server(server: Serving, tmp_
         made.assert_serves(version + 1)
 
 
-@pytest.mark.parametrize("promise", PROMISES)
-def test_one_process_keeps(server: Serving, tmp_path: Path, promise: str) -> None:
-    getattr(contract(server, tmp_path), promise)()
+def test_one_process_follows_each_step_hands_over_and_heals(server: Serving, tmp_path: Path) -> None:
+    contract(server, tmp_path).follows_each_step_hands_over_and_heals()
 
 
-@pytest.mark.parametrize("options", [*WRITES, {"in_flight": "recompute", "optimizer": "adamw_8bit"}], ids=str)
+def test_one_process_that_died_writing(server: Serving, tmp_path: Path) -> None:
+    contract(server, tmp_path).heals_after_a_trainer_that_died_writing()
+
+
+@pytest.mark.parametrize("options", WRITES, ids=str)
 def test_one_process_writes_while_requests_run(server: Serving, tmp_path: Path, options: dict[str, Any]) -> None:
     contract(server, tmp_path).writes_while_requests_run(**options)
 

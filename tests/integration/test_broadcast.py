@@ -31,7 +31,7 @@ from grpo_trainer.weights.fleet import Fleet
 from grpo_trainer.weights.layout import ModelLayout
 from tests.bridge_contract import PROMPT
 from tests.golden.models import golden, random_model
-from tests.integration.serving import Serving, save_tiny_model, serve
+from tests.integration.serving import Serving, save_tiny_model, serve, shared_server
 from tests.processes import running, tail, wait_for
 from tests.runs import assert_fresh, of_mode, trained
 from tests.unit.factories import batch, refusing, sample
@@ -263,41 +263,21 @@ def test_broadcast_trainer_killed_half_way(server: Serving, tmp_path: Path, stag
     healed.assert_serves(healed.bridge.connect(0))
 
 
-@pytest.mark.parametrize("transport", ["gloo", "disk"])
-def test_broadcast_server_killed_half_way(tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 4096)
-    with receiving(tmp_path) as server:
-        made = Sending(server, tmp_path, broadcast_transport=transport)
-        version = made.bridge.connect(0)
-        parts = ModelLayout.parts
-
-        def kill_and_give(self: ModelLayout, number: int, stored: Any) -> Iterator[Any]:
-            if number == 2 and server.process.poll() is None:
-                os.killpg(server.process.pid, signal.SIGKILL)
-                server.process.wait()
-            return parts(self, number, stored)
-
-        monkeypatch.setattr(ModelLayout, "parts", kill_and_give)
-        made.step()
-        with pytest.raises((BridgeError, ServerError)):
-            made.bridge.publish(version + 1)
-
-
 def test_a_server_that_was_not_started_for_it_is_refused(tmp_path: Path) -> None:
-    with serve(save_tiny_model(tmp_path / "model"), tmp_path) as server:
-        with pytest.raises(BridgeError) as refused:
-            Sending(server, tmp_path).bridge.connect(0)
-        assert "--receive-weights" in refused.value.fix
-        body = {"boot_id": "x", "spec": {"kind": "disk", "folder": "/"}, "buckets": []}
-        assert server.post("/channels", body).status_code == 409
+    server = shared_server()
+    with pytest.raises(BridgeError) as refused:
+        Sending(server, tmp_path).bridge.connect(0)
+    assert "--receive-weights" in refused.value.fix
+    body = {"boot_id": "x", "spec": {"kind": "disk", "folder": "/"}, "buckets": []}
+    assert server.post("/channels", body).status_code == 409
 
 
 # ------------------------------------------------------------------------------- models, shards, and whole runs
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
 def test_every_kind_of_model_arrives_bit_for_bit(tmp_path: Path, architecture: str) -> None:
-    """Tied and untied heads, and two mixtures of experts; the server has the weights in bfloat16."""
+    """A tied head and a mixture of experts; the server has the weights in bfloat16."""
     folder = save_tiny_model(tmp_path / "model")  # its tokenizer
     random_model(architecture).save_pretrained(folder)
     with receiving(tmp_path, "--dtype", "bfloat16", model=folder) as server:
@@ -335,6 +315,25 @@ def test_one_trainer_sends_to_two_servers(server: Serving, sharded: Serving, tmp
             assert servers.publish(number).version == number
             for each in (server, sharded):
                 made.assert_serves(number, each)
+
+
+def test_broadcast_server_killed_half_way(server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last test of this server."""
+    monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 4096)
+    made = Sending(server, tmp_path, broadcast_transport="gloo")
+    version = made.bridge.connect(0)
+    parts = ModelLayout.parts
+
+    def kill_and_give(self: ModelLayout, number: int, stored: Any) -> Iterator[Any]:
+        if number == 2 and server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+        return parts(self, number, stored)
+
+    monkeypatch.setattr(ModelLayout, "parts", kill_and_give)
+    made.step()
+    with pytest.raises((BridgeError, ServerError)):
+        made.bridge.publish(version + 1)
 
 
 @pytest.mark.parametrize(("part", "dim"), [("q_proj", 0), ("down_proj", 1)])
@@ -403,19 +402,16 @@ def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, archi
 @pytest.mark.parametrize(
     "servers",
     [
-        {"server.replicas": 2},
         {"server.replicas": 2, "broadcast-transport": "gloo"},
-        {"server.replicas": 2, "broadcast-transport": "disk"},
         {"server.tensor-parallel-size": 2, "broadcast-staging": "off"},
     ],
-    ids=["two", "two-gloo", "two-disk", "sharded-not-staged"],
+    ids=["two-gloo", "sharded-not-staged"],
 )
 def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: dict[str, object]) -> None:
     """To two servers, and to one of two workers. Each proof changes the shards of both processes."""
     run_dir = tmp_path / "run"
-    options = of_mode("broadcast", **{"trainer-gpus": 2, "broadcast-root": tmp_path / "root", **servers})
-    done = trained(demo_model, run_dir, **options)
-    assert [row["step"] for row in done] == [1, 2, 3]
+    done = trained(demo_model, run_dir, **of_mode("broadcast", **{"trainer-gpus": 2, "training-steps": 2, **servers}))
+    assert [row["step"] for row in done] == [1, 2]
     assert_fresh(done)
     said = (run_dir / "logs" / "trainer.log").read_text()
     assert said.count("synthetic change") == servers.get("server.replicas", 1)

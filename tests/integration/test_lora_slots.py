@@ -95,16 +95,16 @@ def test_nothing_of_a_larger_adapter_is_left_in_its_slot(server: Serving) -> Non
                 assert_serves(server, model)
 
 
-def test_two_hundred_publishes_of_two_layouts_in_turn(server: Serving) -> None:
+def test_publishes_of_two_layouts_in_turn(server: Serving) -> None:
     """Also when layouts come in no order: what was recorded for a slot holds as long as it is what the slot has."""
     models = [adapter(server, 8), adapter(server, 9, rank=4, modules=("k_proj", "v_proj", "gate_proj"))]
-    turns = torch.randint(0, 2, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    turns = torch.randint(0, 2, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     replayed = []
-    for number, which in enumerate([*[0, 1] * 50, *turns]):
+    for number, which in enumerate([*[0, 1] * 20, *turns]):
         replayed.append(publish(server, fill(models[which], 100 + number)).replayed)
-        if number % 5 == 0 or number > 180:
+        if number % 5 == 0 or number > 70:
             assert_serves(server, models[which])
-    assert any(replayed[100:]) and not all(replayed[100:])
+    assert any(replayed[40:]) and not all(replayed[40:])
 
 
 def test_copies_that_are_repeated_are_vllms_own_loading_bit_for_bit(server: Serving) -> None:

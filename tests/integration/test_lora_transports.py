@@ -19,7 +19,7 @@ from vllm_server.protocol import LoraLoadRequest
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
 
-@pytest.fixture(params=["disk", "memory", "gloo"])
+@pytest.fixture(scope="module", params=["disk", "memory", "gloo"])
 def made(request: pytest.FixtureRequest) -> Iterator[Contract]:
     with contract(shared_server(), request.param) as opened:
         yield opened
@@ -27,6 +27,7 @@ def made(request: pytest.FixtureRequest) -> Iterator[Contract]:
 
 @pytest.mark.parametrize("promise", PROMISES)
 def test_contract(made: Contract, promise: str) -> None:
+    made.first = made.trainer.swap.connect(1)
     getattr(made, promise)()
 
 

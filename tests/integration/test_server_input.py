@@ -170,8 +170,8 @@ def break_off(port: int, route: str) -> None:
         client.sendall(head.encode() + b'{"prompt": ')
 
 
-def test_thousands_of_malformed_bodies_beside_a_run(demo_model: Path, tmp_path: Path) -> None:
-    bodies = 4_000
+def test_malformed_bodies_beside_a_run(demo_model: Path, tmp_path: Path) -> None:
+    bodies = 1_600
     run_dir, log, port = tmp_path / "run", tmp_path / "log", free_port()
     draw, statuses, sizes = random.Random(16), Counter[int](), []
     with started(demo_model, run_dir, log, training_steps=100_000, server__port=port) as process:
@@ -192,7 +192,7 @@ def test_thousands_of_malformed_bodies_beside_a_run(demo_model: Path, tmp_path: 
         assert "Traceback" not in said.read_text()  # vLLM may write one during its shutdown
         process.send_signal(signal.SIGINT)
         assert finished(process, log, 60) == 130
-    assert statuses[422] > bodies / 3 and statuses[415] > bodies / 10 and statuses[200] > 100, statuses
+    assert statuses[422] > bodies / 3 and statuses[415] > bodies / 10 and statuses[200] > bodies / 40, statuses
     assert sizes[-1] - sizes[1] < 20e6, f"memory grew: {sizes}"  # the engine's changes with the run's adapters
     print(f"statuses {dict(statuses)}, memory {[round(size / 1e6) for size in sizes]} MB, steps {first} to {last}")
 

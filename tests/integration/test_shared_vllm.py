@@ -14,10 +14,10 @@ import pytest
 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.policy import build_policy
-from tests.integration.serving import Serving, serve, serving
+from tests.integration.serving import Serving, serving, shared_server
 from tests.processes import answers, free_port, running, tail, wait_for
-from tests.runs import assert_fresh, finished, newest, of_mode, rows, trained, wait_for_step
-from tests.shared_contract import PROMISES, WRITES, SharedContract, settings
+from tests.runs import finished, newest, rows, wait_for_step
+from tests.shared_contract import WRITES, SharedContract, settings
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,35 +29,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running_server
 
 
-@pytest.mark.parametrize("promise", PROMISES)
-def test_one_process_keeps(server: Serving, tmp_path: Path, promise: str) -> None:
-    getattr(SharedContract([server], tmp_path), promise)()
+def test_one_process_follows_each_step_hands_over_and_heals(server: Serving, tmp_path: Path) -> None:
+    SharedContract([server], tmp_path).follows_each_step_hands_over_and_heals()
 
 
-@pytest.mark.parametrize("options", [*WRITES, {"in_flight": "recompute", "optimizer": "adamw_8bit"}], ids=str)
+def test_one_process_that_died_writing(server: Serving, tmp_path: Path) -> None:
+    SharedContract([server], tmp_path).heals_after_a_trainer_that_died_writing()
+
+
+@pytest.mark.parametrize("options", WRITES, ids=str)
 def test_one_process_writes_while_requests_run(server: Serving, tmp_path: Path, options: dict[str, Any]) -> None:
     SharedContract([server], tmp_path).writes_while_requests_run(**options)
 
 
-def test_a_server_that_shares_nothing_is_told_how_to(demo_model: Path, tmp_path: Path) -> None:
-    with serve(demo_model, tmp_path) as plain:
-        config = settings(demo_model, tmp_path, [port := plain.url.rpartition(":")[2]])
-        with pytest.raises(BridgeError) as refused:
-            build_policy(config)
-        assert port in refused.value.field and "--shared-weights" in refused.value.fix
+def test_a_server_that_shares_nothing_is_told_how_to(tmp_path: Path) -> None:
+    plain = shared_server()
+    config = settings(plain.model_folder, tmp_path, [port := plain.url.rpartition(":")[2]])
+    with pytest.raises(BridgeError) as refused:
+        build_policy(config)
+    assert port in refused.value.field and "--shared-weights" in refused.value.fix
 
 
 # ---------------------------------------------------------------- whole runs
-
-
-def test_an_adapter_is_trained_over_the_servers_own_base(demo_model: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    done = trained(demo_model, run_dir, **of_mode("lora_only", **{"share-base": True}))
-    assert [row["step"] for row in done] == [1, 2, 3]
-    assert_fresh(done)
-    said = (run_dir / "logs" / "trainer.log").read_text()
-    assert "Single-copy mode active" in said and "bridge proved" in said
-    assert (run_dir / "checkpoints" / "adapter_final" / "adapter_model.safetensors").exists()
 
 
 def test_a_trainer_that_was_killed_attaches_anew_to_the_server_that_lived_on(demo_model: Path, tmp_path: Path) -> None:
