@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,8 @@ def test_environment_and_trainer_reach_it(
         unknown = environment([sys.executable, "-c", ENVIRONMENT, url, "0.1"])
         assert unknown.returncode == 1 and "CERTIFICATE_VERIFY_FAILED" in unknown.stderr
         monkeypatch.setenv("SSL_CERT_FILE", str(made))
-        RolloutClient(RolloutConfig(atropos_url=url), registration(batch_size=7), lambda: None).register()
+        config = RolloutConfig(atropos_url=url)
+        with closing(RolloutClient(config, registration(batch_size=7), lambda: None)) as trainer:  # else the API waits
+            trainer.register()
         known = environment([sys.executable, "-c", ENVIRONMENT, url, "30"])
         assert (known.returncode, known.stdout) == (0, "7\n"), known.stderr
