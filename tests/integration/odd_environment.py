@@ -15,7 +15,7 @@ from environments.peers.inference import Completion
 from environments.scoring import settled
 
 NAME = "tests.integration.odd_environment"
-PACE_SECONDS = 2.0
+PACE_SECONDS = 3.0
 FAST = "fast"
 """File in the run's folder: scores take no time any more."""
 TITLE = "\x1b]0;the title of a window\x07"
