@@ -21,7 +21,6 @@ from environments.api.http import Waiters
 from environments.api.service import Service
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
-from environments.demo_model.model import build_tokenizer
 from environments.peers.http import Answer
 from environments.peers.inference import Completion, Sampling
 from environments.peers.rollout_api import RolloutApi
@@ -156,7 +155,10 @@ def scripted(
     env_cls: type[EnvT], *says: str, config: type[BaseEnvConfig] = BaseEnvConfig, tokenizer: Any = None, **settings: Any
 ) -> EnvT:
     """Return an environment before a server that says these texts in turn; by default of the demo model's tokenizer."""
-    tokenizer = tokenizer or build_tokenizer()
+    if tokenizer is None:
+        from environments.demo_model.model import build_tokenizer  # imports torch
+
+        tokenizer = build_tokenizer()
     made = config(**({"tokenizer_name": "demo", "group_size": max(1, len(says))} | settings))
     return env_cls(made, Scripted(tokenizer, lambda _: says), tokenizer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import statistics
@@ -181,12 +182,8 @@ def _banner(number: int, run: Run, figures: dict[str, Any]) -> dict[str, Any] | 
     return {"number": number, "name": run.name, "tone": tone, "edge": edge, "line": line, "unhealthy": unhealthy}
 
 
-def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> str:
-    """Return the whole report: plain HTML, and the data from which the page's scripts draw plots and samples.
-
-    The browser loads the page again after `refresh_seconds`, unless they are 0.
-    """
-
+@functools.cache
+def _template() -> jinja2.Template:
     def upright(value: Any) -> Any:
         """Show characters that turn the direction of text as escapes: text of others is on the page."""
         return value if hasattr(value, "__html__") else str(value).translate(BIDI)
@@ -195,8 +192,16 @@ def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> st
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, finalize=upright, undefined=jinja2.StrictUndefined
     )
     environment.filters["toml"] = tomli_w.dumps
+    return environment.get_template("page.html.j2")
+
+
+def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> str:
+    """Return the whole report: plain HTML, and the data from which the page's scripts draw plots and samples.
+
+    The browser loads the page again after `refresh_seconds`, unless they are 0.
+    """
     figures = [summary(run) for run in runs]
-    body = environment.get_template("page.html.j2").render(
+    body = _template().render(
         runs=runs,
         made=f"{made:%Y-%m-%d %H:%M:%S}",
         state="refreshed during the run" if refresh_seconds else "a snapshot",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from environments.api.app import build_app
 from environments.api.errors import SettingsError
 from environments.api.service import Service
 from environments.api.settings import Settings
+from grpo_trainer.config.train import RolloutConfig
+from grpo_trainer.rollouts.client import RolloutClient
 from tests.foreign import (
     FOREIGN,
     assert_every_route_asks_for_the_key,
@@ -158,29 +160,22 @@ port, certificate, key = sys.argv[1:]
 app = build_app(Service(Settings()))
 uvicorn.run(app, port=int(port), ssl_certfile=certificate, ssl_keyfile=key, log_level="warning")
 """
-CLIENTS = """
+ENVIRONMENT = """
 import asyncio, sys
 from environments.config import BaseEnvConfig
 from environments.peers.rollout_api import RolloutApi
-from grpo_trainer.config.train import RolloutConfig
-from grpo_trainer.rollouts.client import RolloutClient
-from tests.stand_ins import registration
 
-async def told(url):
-    api = RolloutApi(BaseEnvConfig(tokenizer_name="none", rollout_server_url=url, retry_timeout=30))
+async def told(url, patience):
+    api = RolloutApi(BaseEnvConfig(tokenizer_name="none", rollout_server_url=url, retry_timeout=float(patience)))
     try:
         await api.register("sums")
         return (await api.info()).batch_size
     finally:
         await api.close()
 
-asyncio.run(told(sys.argv[1]))
-RolloutClient(RolloutConfig(atropos_url=sys.argv[1]), registration(batch_size=7), lambda: None).register()
-print(asyncio.run(told(sys.argv[1])))
+print(asyncio.run(told(*sys.argv[1:])))
 """
-"""An environment and a trainer register. Then the program prints the trainer's batch size, as the environment reads it.
-
-Each case starts its own process, because a process reads certificates when it starts."""
+"""An environment registers, and prints the trainer's batch size. It reads certificates when it is imported."""
 
 
 @pytest.fixture
@@ -192,7 +187,9 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     return made, key
 
 
-def test_environment_and_trainer_reach_it(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+def test_environment_and_trainer_reach_it(
+    certificate: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, key = certificate
     log, port = tmp_path / "log", free_port()
     url = f"https://127.0.0.1:{port}"
@@ -206,9 +203,12 @@ def test_environment_and_trainer_reach_it(certificate: tuple[Path, Path], tmp_pa
 
     with running("-c", PROXIED, str(port), str(made), str(key), log=log) as process:
         wait_for("an answer", lambda: process.poll() is not None or answers(), log)
-        command = [sys.executable, "-c", CLIENTS, url]
-        clients = partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
-        unknown = clients()
+        environment = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+        unknown = environment([sys.executable, "-c", ENVIRONMENT, url, "0.1"])
         assert unknown.returncode == 1 and "CERTIFICATE_VERIFY_FAILED" in unknown.stderr
-        known = clients(env={**os.environ, "SSL_CERT_FILE": str(made)})
+        monkeypatch.setenv("SSL_CERT_FILE", str(made))
+        config = RolloutConfig(atropos_url=url)
+        with closing(RolloutClient(config, registration(batch_size=7), lambda: None)) as trainer:  # else the API waits
+            trainer.register()
+        known = environment([sys.executable, "-c", ENVIRONMENT, url, "30"])
         assert (known.returncode, known.stdout) == (0, "7\n"), known.stderr

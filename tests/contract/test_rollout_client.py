@@ -390,7 +390,7 @@ def test_a_status_that_does_not_come_ends_no_wait_for_an_evaluation(monkeypatch:
 @pytest.mark.complete
 def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order(api: Api) -> None:
     """As many as steps may lie between two checkpoints; a trainer that is killed before the second gets them again."""
-    count = 600
+    count = 300
     groups = [
         {
             "tokens": [[1, value % 50, value // 50], [1, value % 50, 60]],

@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from environments.api import wire
 from environments.arithmetic import ArithmeticConfig, ArithmeticEnv, Problem
 from environments.peers.inference import Completion
 from environments.scoring import settled
 
 NAME = "tests.integration.odd_environment"
-PACE_SECONDS = 2.0
+PACE_SECONDS = 3.0
 FAST = "fast"
 """File in the run's folder: scores take no time any more."""
 TITLE = "\x1b]0;the title of a window\x07"
@@ -31,7 +28,7 @@ class OddConfig(ArithmeticConfig):
     `hostile` scores write 3 MB and raise interrupts; the first evaluation never returns, which `blocked_once` notes.
     """
 
-    how: Literal["paced", "nan", "empty", "crashes", "hostile"] = "paced"
+    how: Literal["paced", "nan", "crashes", "hostile"] = "paced"
     blocked_once: Path | None = None
 
 
@@ -65,13 +62,6 @@ class OddEnv(ArithmeticEnv):
             if not (self.config.metrics_path.parents[1] / FAST).exists():
                 await asyncio.sleep(PACE_SECONDS)  # which takes no CPU time from the other processes
         return await super().score_group(item, completions)
-
-    async def collect_trajectories(self, item: Problem) -> wire.ScoredData | None:
-        group = await super().collect_trajectories(item)
-        assert group is not None
-        if self._is("empty"):
-            return msgspec.structs.replace(group, masks=[[wire.IGNORED] * len(row) for row in group.masks])
-        return group
 
     async def evaluate(self) -> dict[str, float]:
         blocked_once = self.config.blocked_once

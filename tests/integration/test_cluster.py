@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -35,12 +34,15 @@ from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, U
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 pytestmark = pytest.mark.timeout(900)
 
+UNWATCHED = {"include_dashboard": False, "include_log_monitor": False}
+"""Arguments of a head without the processes that show a cluster to people."""
+
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
     """Two raylets: the head with a core and a GPU, another with two cores and two GPUs. The GPUs are numbers only."""
     before = signal.getsignal(signal.SIGTERM)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1, **UNWATCHED})
     cluster.add_node(num_cpus=2, num_gpus=2)
     yield cluster
     cluster.shutdown()
@@ -102,21 +104,16 @@ def test_a_run_over_two_nodes_comes_to_its_end_and_leaves_nothing(cluster: RayCl
     assert_ended([pid_in(tmp_path / f"{name}.log", "pid") for name in ("server", "env")])
 
 
-@pytest.mark.parametrize(
-    ("python", "code", "got", "fix"),
-    [
+def test_ray_process_that_fails(cluster: RayCluster, tmp_path: Path) -> None:
+    here, there = occupied(cluster)
+    for python, code, got, fix in (
         (sys.executable, f"import sys; print({LAST!r}, file=sys.stderr); sys.exit(3)", "exit code 3", LAST),
         (sys.executable, "import os; os.kill(os.getpid(), 9)", "SIGKILL", "server.log"),
         ("/nowhere/python", "", "", "/nowhere/python"),
-    ],
-)
-def test_ray_process_that_fails(
-    cluster: RayCluster, tmp_path: Path, python: str, code: str, got: str, fix: str
-) -> None:
-    here, there = occupied(cluster)
-    failing = replace(at(there, "server", code), argv=(python, "-c", code))
-    with refusing(ProcessFailedError, "server", words=[got, fix]), supervisor(cluster, tmp_path) as running:
-        running.run([[at(here, "trainer", SLEEPER, ends_run=True), failing]])
+    ):
+        failing = replace(at(there, "server", code), argv=(python, "-c", code))
+        with refusing(ProcessFailedError, "server", words=[got, fix]), supervisor(cluster, tmp_path) as running:
+            running.run([[at(here, "trainer", SLEEPER, ends_run=True), failing]])
 
 
 def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path: Path) -> None:
@@ -135,17 +132,9 @@ def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path
 
 
 def test_processes_on_other_nodes_end_when_the_command_is_killed(nodes: Any, tmp_path: Path) -> None:
-    script = f"""
-        from pathlib import Path
-        from functools import partial
-        from tests.integration.test_cluster import at, occupied, supervisor, PID, SLEEPER
-        from grpo_trainer.launch.ray_cluster import RayCluster
-        cluster = RayCluster({nodes.address!r}, 2)
-        here, there = occupied(cluster)
-        with supervisor(cluster, Path({str(tmp_path)!r})) as running:
-            running.run([[at(there, "server", PID + SLEEPER)]])
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)]) as command:
+    """The command is this module."""
+    words = [sys.executable, "-m", "tests.integration.test_cluster", nodes.address, str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT) as command:
         pid = pid_in(tmp_path / "server.log", "pid")
         assert alive([pid])
         command.kill()
@@ -245,17 +234,17 @@ def test_a_cluster_without_enough_nodes_or_without_an_answer(nodes: Any, monkeyp
         RayCluster(address)
 
 
-def test_a_node_that_is_lost_ends_the_run(tmp_path: Path) -> None:
-    small = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    second = small.add_node(num_cpus=1)
-    cluster = RayCluster(small.address, 2)
+def test_a_node_that_is_lost_ends_the_run(nodes: Any, tmp_path: Path) -> None:
+    """The last test of the cluster: Ray may still count the node as alive."""
+    third = nodes.add_node(num_cpus=1)
+    cluster = RayCluster(nodes.address, 3)
     try:
-        node = cluster.nodes[1]
+        (node,) = [node for node in cluster.nodes if node.id == third.node_id]
         cluster.occupy({"trainer": Place(cluster.nodes[0]), "server": Place(node)})
         with (
             once(
                 lambda: found_in(tmp_path / "server.log", "^asleep$") is not None,
-                partial(small.remove_node, second, allow_graceful=False),
+                partial(nodes.remove_node, third, allow_graceful=False),
             ),
             pytest.raises(ProcessFailedError) as error,
             supervisor(cluster, tmp_path) as running,
@@ -264,7 +253,6 @@ def test_a_node_that_is_lost_ends_the_run(tmp_path: Path) -> None:
             running.run([[at(Place(node), "server", PID + SLEEPER), trainer]])
     finally:
         cluster.close()
-        small.shutdown()
     assert error.value.field == "server" and node.name in error.value.got and "asleep" in error.value.fix
     wait_for("the process ends", lambda: not alive([pid_in(tmp_path / "server.log", "pid")]), tmp_path / "server.log")
 
@@ -389,3 +377,10 @@ def test_before_the_time_limit_the_run_saves_a_checkpoint(demo_model: Path, tmp_
     last = rows(tmp_path / "run")[-1]["step"]
     assert (tmp_path / "run" / "checkpoints" / f"adapter_step_{last}").is_dir()
     wait_for("its processes have ended", lambda: not mentioning(str(tmp_path)), log)
+
+
+if __name__ == "__main__":
+    joined = RayCluster(sys.argv[1], 2)
+    _, there = occupied(joined)
+    with supervisor(joined, Path(sys.argv[2])) as running:
+        running.run([[at(there, "server", PID + SLEEPER)]])

@@ -1,6 +1,6 @@
 """Real runs whose servers leave and join, and whose processes are killed: each run ends by itself with all its steps.
 
-Twenty random kills: GRPO_KILLS=20 python -m pytest tests/integration/test_elastic_run.py -k random
+Twenty random kills: GRPO_KILLS=20 python -m pytest tests/integration/test_elastic_run.py -k come_back
 """
 
 from __future__ import annotations
@@ -139,14 +139,17 @@ def assert_environments_kept_their_names(run_dir: Path, environments: int) -> No
 
 
 def options(mode: str, steps: int, **others: Any) -> dict[str, Any]:
-    """A step has four groups of eight. It takes about two seconds until the test lets the run go faster."""
+    """A step has four groups of eight. It takes about three seconds until the test lets the run go faster."""
     paced = {"env": "tests.integration.odd_environment", "env--group-size": 8, "checkpoint-interval": 5}
     return of_mode(mode, **{"training-steps": steps, "server.replicas": 2, **paced, **others})
 
 
 def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 60
-    with started(demo_model, run_dir, log, **options("lora_only", steps)) as process:
+    """At the end any of them is killed at random, each as soon as the one before has recovered; the API for certain."""
+    run_dir, log, draw = tmp_path / "run", tmp_path / "log", random.Random(23)
+    kills = int(os.environ.get("GRPO_KILLS", "3"))
+    steps = 30 + 10 * kills
+    with started(demo_model, run_dir, log, **options("lora_only", steps, **{"max-restarts": 20})) as process:
         wait_for_step(run_dir, 2, process, log)
         run = ElasticRun(process, run_dir, log)
         first, second = sorted(run.serving())
@@ -170,10 +173,15 @@ def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Pat
         run.wait("the new one serves", lambda: len(run.serving()) == 2)
         assert first not in run.serving()
         assert "server-3" in run.servers_command()
+
+        run.kill_one("api", draw)
+        for _ in range(kills):
+            run.kill_one(draw.choice(["server", "env", "api"]), draw)
         run.hurry()
-        assert finished(process, log, 600) == 0, tail(log)
+        assert finished(process, log, 1200) == 0, tail(log)
     assert_every_group_counted_once(run_dir, steps, GROUPS)
-    assert {row["publish/servers"] for row in rows(run_dir)} == {1, 2}
+    assert_environments_kept_their_names(run_dir, 1)
+    assert {row["publish/servers"] for row in rows(run_dir)} >= {1, 2}
     assert_fresh(rows(run_dir))
     for name in ("server", "server-2", "server-3"):
         said = (run_dir / "logs" / f"{name}.log").read_text()
@@ -209,20 +217,3 @@ def test_broadcast_goes_on_without_a_server(demo_model: Path, tmp_path: Path) ->
     assert_every_group_counted_once(run_dir, steps, GROUPS)
     assert_fresh(rows(run_dir))
     assert "ReadTimeout" in (run_dir / "logs" / "trainer.log").read_text()
-
-
-def test_a_run_with_random_kills_ends_by_itself(demo_model: Path, tmp_path: Path) -> None:
-    """Of servers, the environment and the API, each as soon as the one before it has recovered; the API for certain."""
-    run_dir, log, draw = tmp_path / "run", tmp_path / "log", random.Random(23)
-    kills = int(os.environ.get("GRPO_KILLS", "3"))
-    steps = 20 + 15 * kills
-    with started(demo_model, run_dir, log, **options("lora_only", steps, **{"max-restarts": 20})) as process:
-        wait_for_step(run_dir, 2, process, log)
-        run = ElasticRun(process, run_dir, log)
-        run.kill_one("api", draw)
-        for _ in range(kills):
-            run.kill_one(draw.choice(["server", "env", "api"]), draw)
-        run.hurry()
-        assert finished(process, log, 1200) == 0, tail(log)
-    assert_every_group_counted_once(run_dir, steps, GROUPS)
-    assert_environments_kept_their_names(run_dir, 1)

@@ -34,9 +34,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, tmp_path: Path) -> None:
+    """Two trainer processes train and stop as one; one alone resumes."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     # not 1, so that a temperature lost on the way would show in the logprobs
-    with started(demo_model, run_dir, log, training_steps=500, env__temperature=0.7) as process:
+    with started(demo_model, run_dir, log, training_steps=500, env__temperature=0.7, trainer_gpus=2) as process:
         wait_for_step(run_dir, 2, process, log)
         members = family(process.pid)
         commands = "\n".join(members.values())
@@ -48,6 +49,8 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
     assert f"grpo run --resume {run_dir}" in log.read_text()
     before, stopped_at = rows(run_dir), newest(run_dir)
     assert before[-1]["step"] == stopped_at
+    assert_fresh(before)
+    assert "rank 1 of 2 trainer processes" in (run_dir / "logs" / "trainer-1.log").read_text()
 
     after = trained(demo_model, run_dir, training_steps=stopped_at + 2, resume="auto", env__temperature=0.7)
     assert [row["step"] for row in after] == list(range(1, stopped_at + 3))
@@ -135,23 +138,6 @@ def test_a_run_with_keys_outlasts_the_time_to_be_ready(demo_model: Path, tmp_pat
     said = log.read_text() + "".join(path.read_text() for path in (run_dir / "logs").glob("*.log"))
     assert "api: ready after" in said and "door-of-" not in said
     assert "door-of-" not in json.dumps(jsonl(run_dir / "metrics.jsonl"))
-
-
-# two trainer processes: they train as one and end as one
-
-
-def test_two_processes_train_and_stop_as_one(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    with started(demo_model, run_dir, log, training_steps=500, trainer_gpus=2) as process:
-        wait_for_step(run_dir, 2, process, log)
-        members = family(process.pid)
-        process.send_signal(signal.SIGINT)
-        assert finished(process, log, 30) == 130, tail(log)
-    assert_ended(members)
-    done = rows(run_dir)
-    assert (run_dir / "checkpoints" / f"adapter_step_{done[-1]['step']}" / "adapter_model.safetensors").exists()
-    assert_fresh(done)
-    assert "rank 1 of 2 trainer processes" in (run_dir / "logs" / "trainer-1.log").read_text()
 
 
 if __name__ == "__main__":

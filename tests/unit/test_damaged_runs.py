@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import errno
+import functools
 import json
 import os
 import subprocess
@@ -43,9 +44,10 @@ from grpo_trainer.logs.sinks import RUN_ID_FILE, build_metric_log, run_id
 from grpo_trainer.machine import look
 from grpo_trainer.metrics.rows import NewRows, Rows, keep_steps, read_file, read_rows
 from grpo_trainer.parallel.world import World
-from grpo_trainer.policy import build_policy
+from grpo_trainer.policy import Policy, build_policy
 from grpo_trainer.record import write_record
-from grpo_trainer.report.runs import list_runs
+from grpo_trainer.report.page import report_path, write_report
+from grpo_trainer.report.runs import as_json, list_runs
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import newest_whole, refuse_unreadable
 from grpo_trainer.trainer import Trainer
@@ -246,9 +248,9 @@ def damage_files(folder: Path, damage: Damage) -> None:
 
 def read_everything(folder: Path) -> None:
     """What `report`, `runs`, `doctor`, `servers` and the resuming environment read."""
-    for command in (["report", str(folder)], ["runs", str(folder.parent), "--json"]):
-        done = CliRunner().invoke(app, command)
-        assert done.exception is None or isinstance(done.exception, (UserError, SystemExit)), done.exception
+    with suppress(UserError):
+        write_report([folder], report_path([folder], None))
+    as_json(list_runs(folder.parent))
     for read in (read_members, read_served):
         with suppress(UserError):
             read(folder / "servers")
@@ -271,6 +273,15 @@ def test_readers_of_a_damaged_run_fuzz(run: Path, damage: Damage) -> None:
         assert content(folder) == before
 
 
+@functools.cache
+def finished_trainer() -> tuple[Policy, Trainer]:
+    """For all examples: whatever is resumed replaces what the one before it left."""
+    options = tomllib.loads((FINISHED / "config" / "trainer.toml").read_text())
+    config = build(TrainConfig, {**options, "model_name": str(MODEL), "device": "cpu"})
+    policy = build_policy(config)
+    return policy, Trainer(policy.model, config)
+
+
 @example([(Path("metrics.jsonl"), ("insert", 0.0, b"\n")), (Path("metrics.jsonl"), ("cut", 0.0, b""))])
 @given(DAMAGES)
 def test_resuming_a_damaged_run_fuzz(damage: Damage) -> None:
@@ -283,8 +294,7 @@ def test_resuming_a_damaged_run_fuzz(damage: Damage) -> None:
         before = content(folder)
         places = {"save_path": str(folder / "checkpoints"), "log_dir": str(folder)}
         config = build(TrainConfig, {**options, **places, "model_name": str(MODEL), "resume": "auto", "device": "cpu"})
-        policy = build_policy(config)
-        trainer = Trainer(policy.model, config)
+        policy, trainer = finished_trainer()
         with suppress(UserError):
             progress = Checkpoints(config, policy, trainer.optimizer, trainer.norms).resume()
             assert progress.step in (3, 4)
