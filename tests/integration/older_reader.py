@@ -1,6 +1,6 @@
 """Read models and adapters as transformers and PEFT do, and print their greedy answers.
 
-Run by the Python of a second virtual environment, which has older versions of both, and by that of the tests.
+Run by the Python of a second virtual environment, which has older versions of both, and imported by the tests.
 The argument is a JSON list of `{"folder", "adapter", "prompt", "text"}`: the folder of a model, that of an adapter on
 it or null, the ids to continue, and a text for the tokenizer, which is that of the last folder.
 """
@@ -17,7 +17,7 @@ import transformers
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-LENGTH = 24
+LENGTH = 12
 torch.set_num_threads(1)
 
 

@@ -42,12 +42,12 @@ def measured(folder: Path, *words: str) -> dict[str, Any]:
 
 def test_loop_measures_a_run(tmp_path: Path) -> None:
     run_options = ["--checkpoint-interval", "2"]
-    steps = ("--steps", "20", "--warmup-steps", "2")
+    steps = ("--steps", "8", "--warmup-steps", "2")
     row = measured(tmp_path, "loop", "--shape", "tiny", "--bridge", "lora_only", *steps, "--", *run_options)
 
     conditions = {"bridge": "lora_only", "shape": "tiny", "sequences": 32, "prompt_len": 16, "completion_len": 48}
     assert {key: row[key] for key in conditions} == conditions
-    assert (row["steps"], row["warmup_steps"], row["run_options"]) == (20, 2, run_options)
+    assert (row["steps"], row["warmup_steps"], row["run_options"]) == (8, 2, run_options)
     assert row["device"] and all(row["versions"].values())
     assert 6 < row["completion_tokens_mean"] < 20  # 12 wanted
     prompts = row["trained_tokens_per_s"] - row["completion_tokens_per_s"]

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
 from grpo_trainer.weights.checkpoint_restart import MergedModels
 from tests.golden.models import CONFIGS, random_model
+from tests.integration import older_reader
 from tests.integration.serving import serve
 from tests.unit.tiny_lora import fill_b
 
@@ -47,7 +48,6 @@ pytestmark = pytest.mark.timeout(900)
 
 OLDER = ("transformers==4.57.1", "peft==0.12.0", "tokenizers==0.22.1", "huggingface-hub==0.36.0")
 """All else, torch among it, is that of the tests."""
-READER = Path(__file__).with_name("older_reader.py")
 PROMPT = [(7 * i * i + 3 * i) % 90 + 3 for i in range(180)]
 """Long enough that rotary embeddings of another base, or without scaling, give other answers."""
 TEXT = "what is 12 + 3 , then ? <|think|>15"
@@ -72,6 +72,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 KINDS = ("qwen2", "qwen2-untied", "llama3", "llama3-tied")
+LOST = ("rope_theta", "rope_scaling")
+"""Keys that only older versions read."""
 
 
 @pytest.fixture(scope="session")
@@ -95,17 +97,16 @@ def older() -> Path:
     return python
 
 
-def read_by(python: Path | str, *jobs: tuple[Path, Path | None]) -> list[dict[str, Any]]:
-    """What a Python's transformers and PEFT make of models and adapters on them."""
-    asked = [{"folder": str(f), "adapter": a and str(a), "prompt": PROMPT, "text": TEXT} for f, a in jobs]
+def read_by(python: Path, jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the transformers and PEFT of another environment make of models and adapters on them."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [str(python), str(READER), json.dumps(asked)],
-        capture_output=True, text=True, check=False, timeout=300, cwd=READER.parent, env=environment,
+        [str(python), older_reader.__file__, json.dumps(jobs)],
+        capture_output=True, text=True, check=False, timeout=300, cwd=Path(__file__).parent, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["transformers"].startswith("4.57.1" if python != sys.executable else "5.")
+    assert found["transformers"].startswith("4.57.1")
     return found["answers"]
 
 
@@ -150,62 +151,74 @@ def checkpoint(policy: Any, folder: Path) -> Path:
     return Checkpoints(CheckpointConfig(save_path=folder), policy, optimizer).save(Progress(3, 3))
 
 
-@pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
-    made: dict[str, Written] = {}
-
-    def write(kind: str) -> Written:
-        if kind in made:
-            return made[kind]
-        folder = tmp_path_factory.mktemp(kind)
-        base_model(kind).save_pretrained(folder / "base")
-        tokenizer = build_tokenizer() if kind.startswith("qwen2") else llama_tokenizer()
-        tokenizer.save_pretrained(folder / "base")
-        model = base_model(kind)
-        model.config._name_or_path = str(folder / "base")
-        options = BridgeConfig.model_validate({"weight_bridge_mode": "lora_only", "lora_r": 8, "lora_alpha": 64})
-        adapted = add_adapter(base_model(kind).requires_grad_(False), options, seed=0)
-        adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
-        fill_b(adapted)
-        model.requires_grad_(True)
-        policy = AllWeights(model, read_tokenizer(str(folder / "base")), torch.float32)
-        made[kind] = Written(
-            folder / "base",
-            adapted,
-            checkpoint(Adapter(adapted), folder / "adapters"),
-            checkpoint(policy, folder / "all"),
-        )
-        return made[kind]
-
-    return write
+def write(kind: str, folder: Path) -> Written:
+    base_model(kind).save_pretrained(folder / "base")
+    tokenizer = build_tokenizer() if kind.startswith("qwen2") else llama_tokenizer()
+    tokenizer.save_pretrained(folder / "base")
+    model = base_model(kind)
+    model.config._name_or_path = str(folder / "base")
+    options = BridgeConfig.model_validate({"weight_bridge_mode": "lora_only", "lora_r": 8, "lora_alpha": 64})
+    adapted = add_adapter(base_model(kind).requires_grad_(False), options, seed=0)
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    fill_b(adapted)
+    model.requires_grad_(True)
+    policy = AllWeights(model, read_tokenizer(str(folder / "base")), torch.float32)
+    trained = checkpoint(Adapter(adapted), folder / "adapters"), checkpoint(policy, folder / "all")
+    return Written(folder / "base", adapted, *trained)
 
 
-def test_older_readers_answers(
-    older: Path, written: Callable[[str], Written], demo_model: Path, tmp_path: Path
-) -> None:
+@dataclass(frozen=True)
+class Answers:
+    """What readers of the older and of the tests' own versions answered, by the names of jobs."""
+
+    old: dict[str, dict[str, Any]]
+    new: dict[str, dict[str, Any]]
+    llama3: Written
+    folder: Path
+    """Of the exports of `llama3`."""
+
+
+@pytest.fixture(scope="module")
+def answers(older: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """Each way of writing a model or an adapter, each architecture, and the demo model."""
+    root = tmp_path_factory.mktemp("written")
     jobs: dict[str, tuple[Path, Path | None]] = {"demo": (demo_model, None)}
-    for kind in KINDS:
-        made, folder = written(kind), tmp_path / kind
-        jobs[f"{kind} merged"] = export_checkpoint(ExportOptions(made.adapter, folder / "merged", merge=True)), None
-        models = MergedModels(
-            str(made.base), made.adapted, read_tokenizer(str(made.base)), torch.float32, folder / "served"
-        )
+    made = {kind: write(kind, root / kind) for kind in KINDS}
+    for kind, each in made.items():
+        folder, tokenizer = root / kind, read_tokenizer(str(each.base))
+        models = MergedModels(str(each.base), each.adapted, tokenizer, torch.float32, folder / "served")
+        ways = {
+            "merged": ExportOptions(each.adapter, folder / "merged", merge=True),
+            "exported": ExportOptions(each.all_weights, folder / "exported"),
+            "rounded": ExportOptions(each.all_weights, folder / "rounded", dtype="bfloat16"),
+        }
+        jobs |= {f"{kind} {way}": (export_checkpoint(options), None) for way, options in ways.items()}
         jobs[f"{kind} served"] = Path(models.export(3)), None
-        adapter = export_checkpoint(ExportOptions(made.adapter, folder / "adapter"))
-        jobs[f"{kind} adapter"] = made.all_weights, adapter
-        jobs[f"{kind} all"] = made.all_weights, None
-        jobs[f"{kind} exported"] = export_checkpoint(ExportOptions(made.all_weights, folder / "exported")), None
-        rounded = ExportOptions(made.all_weights, folder / "rounded", dtype="bfloat16")
-        jobs[f"{kind} rounded"] = export_checkpoint(rounded), None
+        jobs[f"{kind} adapter"] = each.all_weights, export_checkpoint(ExportOptions(each.adapter, folder / "adapter"))
+        jobs[f"{kind} all"] = each.all_weights, None
     for architecture in CONFIGS:
-        folder = tmp_path / f"architecture {architecture}"
-        folder.mkdir()
+        (folder := root / f"architecture {architecture}").mkdir()
         export_model(random_model(architecture), None, folder, torch.float32)
         jobs[f"architecture {architecture}"] = folder, None
-    new = dict(zip(jobs, read_by(sys.executable, *jobs.values()), strict=True))
-    old = dict(zip(jobs, read_by(older, *jobs.values()), strict=True))
-    assert {name: old[name] for name in jobs if old[name] != new[name]} == {}
+    bare: dict[str, tuple[Path, Path | None]] = {}
+    whole = made["llama3"].all_weights
+    config = json.loads((whole / "config.json").read_text())
+    for lost in LOST:
+        export_checkpoint(ExportOptions(whole, root / lost))
+        (root / lost / "config.json").write_text(json.dumps({k: value for k, value in config.items() if k != lost}))
+        bare[lost] = root / lost, None
+    every = {
+        name: {"folder": str(folder), "adapter": adapter and str(adapter), "prompt": PROMPT, "text": TEXT}
+        for name, (folder, adapter) in {**jobs, **bare}.items()
+    }
+    old = dict(zip(every, read_by(older, [*every.values()]), strict=True))
+    new = {name: json.loads(json.dumps(older_reader.read(every[name]))) for name in jobs}
+    return Answers(old, new, made["llama3"], root / "llama3")
+
+
+def test_older_readers_answers(answers: Answers) -> None:
+    new = answers.new
+    assert {name: answers.old[name] for name in new if answers.old[name] != new[name]} == {}
     for kind in KINDS:
         merged, served, adapter, plain, exported, rounded = (
             new[f"{kind} {way}"] for way in ("merged", "served", "adapter", "all", "exported", "rounded")
@@ -214,31 +227,22 @@ def test_older_readers_answers(
         assert merged["text"] == TEXT and (plain["dtype"], rounded["dtype"]) == ("float32", "bfloat16")
 
 
-def test_older_readers_need_the_older_keys(older: Path, written: Callable[[str], Written], tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", LOST)
+def test_older_readers_need_the_older_keys(answers: Answers, lost: str) -> None:
     """The prompt is long enough for the tests above to see a lost base or scaling."""
-    whole = written("llama3").all_weights
-    config = json.loads((whole / "config.json").read_text())
-    for lost in ("rope_theta", "rope_scaling"):
-        bare = tmp_path / lost
-        export_checkpoint(ExportOptions(whole, bare))
-        (bare / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != lost}))
-    full, *others = read_by(older, (whole, None), (tmp_path / "rope_theta", None), (tmp_path / "rope_scaling", None))
-    assert all(other["tokens"] != full["tokens"] for other in others)
+    assert answers.old[lost]["tokens"] != answers.old["llama3 all"]["tokens"]
 
 
-def test_older_readers_answer_as_the_server(older: Path, written: Callable[[str], Written], tmp_path: Path) -> None:
-    made = written("llama3")
-    merged = export_checkpoint(ExportOptions(made.adapter, tmp_path / "merged", merge=True))
-    adapter = export_checkpoint(ExportOptions(made.adapter, tmp_path / "adapter"))
-    flags = ("--max-model-len", "256", "--max-lora-rank", "8", "--lora-root", str(tmp_path), "--dtype", "float32")
-    with serve(made.base, tmp_path, *flags) as server:
+def test_older_readers_answer_as_the_server(answers: Answers, tmp_path: Path) -> None:
+    flags = ("--max-model-len", "256", "--max-lora-rank", "8", "--lora-root", str(answers.folder), "--dtype", "float32")
+    with serve(answers.llama3.base, tmp_path, *flags) as server:
 
         def greedy() -> list[int]:
-            return server.generate(PROMPT, max_tokens=24, temperature=0, ignore_eos=True).token_ids[0]
+            return server.generate(PROMPT, max_tokens=older_reader.LENGTH, temperature=0, ignore_eos=True).token_ids[0]
 
         before = greedy()
-        loaded = server.post("/lora/load", {"adapter_path": str(adapter)})
+        loaded = server.post("/lora/load", {"adapter_path": str(answers.folder / "adapter")})
         assert loaded.status_code == 200, loaded.text
         after = greedy()
-    base, with_adapter, whole = read_by(older, (made.all_weights, None), (made.all_weights, adapter), (merged, None))
+    base, with_adapter, whole = (answers.old[f"llama3 {way}"] for way in ("all", "adapter", "merged"))
     assert base["tokens"] == before != after == with_adapter["tokens"] == whole["tokens"]
