@@ -165,17 +165,19 @@ def measure(options: TrlOptions) -> dict[str, Any]:
         trainer.train()
     shape = SHAPES[options.shape]
     seconds, made = seconds[options.warmup :], made[options.warmup :]
-    median, mean = statistics.median(seconds), statistics.fmean(seconds)
+    median = statistics.median(seconds)
+    typical = statistics.fmean(seconds) if options.generate else median  # lengths differ from step to step
     flops = statistics.mean(step_flops(shape, lengths, options.lora_r) for lengths in made)
     gpu = torch.cuda.is_available()
-    kept = {"shape", "lora_r", "lognormal", "micro", "scoring", "checkpointing", "liger", "generate"}
+    kept = {"shape", "lora_r", "lognormal", "micro", "checkpointing", "liger", "generate"}
+    kept |= set() if options.generate else {"scoring"}
     return {
         "trainer": "trl 1.16",
         **options.model_dump(include=kept),
         "step_s_median": round(median, 4),
         "step_s": [round(one, 4) for one in seconds],
-        "tokens_per_s": round(statistics.mean(sum(map(sum, lengths)) for lengths in made) / median),
-        "completion_tokens_per_s": round(statistics.mean(sum(c for _, c in one) for one in made) / mean),
+        "tokens_per_s": round(statistics.mean(sum(map(sum, lengths)) for lengths in made) / typical),
+        "completion_tokens_per_s": round(statistics.mean(sum(c for _, c in one) for one in made) / typical),
         "peak_allocated_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if gpu else None,
         "peak_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2) if gpu else None,
         "mfu": round(flops / median / options.peak_tflops / 1e12, 4),

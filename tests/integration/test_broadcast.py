@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -317,23 +317,27 @@ def test_one_trainer_sends_to_two_servers(server: Serving, sharded: Serving, tmp
                 made.assert_serves(number, each)
 
 
-def test_broadcast_server_killed_half_way(server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last test of this server."""
+@pytest.mark.parametrize("transport", ["disk", "gloo"])
+def test_broadcast_server_killed_half_way(
+    server: Serving, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By gloo it is the last test of the module's server."""
     monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 4096)
-    made = Sending(server, tmp_path, broadcast_transport="gloo")
-    version = made.bridge.connect(0)
-    parts = ModelLayout.parts
+    with receiving(tmp_path) if transport == "disk" else nullcontext(server) as target:
+        made = Sending(target, tmp_path, broadcast_transport=transport)
+        version = made.bridge.connect(0)
+        parts = ModelLayout.parts
 
-    def kill_and_give(self: ModelLayout, number: int, stored: Any) -> Iterator[Any]:
-        if number == 2 and server.process.poll() is None:
-            os.killpg(server.process.pid, signal.SIGKILL)
-            server.process.wait()
-        return parts(self, number, stored)
+        def kill_and_give(self: ModelLayout, number: int, stored: Any) -> Iterator[Any]:
+            if number == 2 and target.process.poll() is None:
+                os.killpg(target.process.pid, signal.SIGKILL)
+                target.process.wait()
+            return parts(self, number, stored)
 
-    monkeypatch.setattr(ModelLayout, "parts", kill_and_give)
-    made.step()
-    with pytest.raises((BridgeError, ServerError)):
-        made.bridge.publish(version + 1)
+        monkeypatch.setattr(ModelLayout, "parts", kill_and_give)
+        made.step()
+        with pytest.raises((BridgeError, ServerError)):
+            made.bridge.publish(version + 1)
 
 
 @pytest.mark.parametrize(("part", "dim"), [("q_proj", 0), ("down_proj", 1)])
@@ -402,15 +406,18 @@ def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, archi
 @pytest.mark.parametrize(
     "servers",
     [
+        {"server.replicas": 2},
         {"server.replicas": 2, "broadcast-transport": "gloo"},
+        {"server.replicas": 2, "broadcast-transport": "disk"},
         {"server.tensor-parallel-size": 2, "broadcast-staging": "off"},
     ],
-    ids=["two-gloo", "sharded-not-staged"],
+    ids=["two", "two-gloo", "two-disk", "sharded-not-staged"],
 )
 def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: dict[str, object]) -> None:
     """To two servers, and to one of two workers. Each proof changes the shards of both processes."""
     run_dir = tmp_path / "run"
-    done = trained(demo_model, run_dir, **of_mode("broadcast", **{"trainer-gpus": 2, "training-steps": 2, **servers}))
+    options = {"trainer-gpus": 2, "training-steps": 2, "broadcast-root": tmp_path / "root", **servers}
+    done = trained(demo_model, run_dir, **of_mode("broadcast", **options))
     assert [row["step"] for row in done] == [1, 2]
     assert_fresh(done)
     said = (run_dir / "logs" / "trainer.log").read_text()

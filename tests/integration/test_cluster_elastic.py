@@ -25,20 +25,16 @@ from tests.runs import assert_fresh, finished, of_mode, rows, started, wait_for_
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 pytestmark = pytest.mark.timeout(1200)
 
-STEPS, GROUPS, WINDOW = 80, 16, 10
+STEPS, GROUPS, WINDOW = 120, 16, 10
 ENVIRONMENTS = '[[environments]]\nname = "tests.integration.odd_environment"\nenv = { group_size = 8 }\n'
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The head takes the trainer's first process and a server, one of the others the second, the last one a server.
-
-    Servers of other nodes start cold. Their engines are forked from them, instead of importing the same again.
-    """
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+def cluster() -> Iterator[Any]:
+    """The head takes the trainer's first process, one of the others the second and a server, the last one a server."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **UNWATCHED})
-    nodes.add_node(num_cpus=1)
-    nodes.add_node(num_cpus=1)
+    nodes.add_node(num_cpus=2)
+    nodes.add_node(num_cpus=2)
     yield nodes
     nodes.shutdown()
 
@@ -87,8 +83,7 @@ def test_run_survives_the_loss_of_nodes(demo_model: Path, tmp_path: Path, cluste
         wait_for_step(run_dir, WINDOW, process, log)
         run = ElasticRun(process, run_dir, log)
         (trainers_node,) = hosts(cluster, "grpo_trainer train")
-        (servers_node,) = hosts(cluster, "vllm_server")
-        assert servers_node is not trainers_node
+        (servers_node,) = [node for node in hosts(cluster, "vllm_server") if node is not trainers_node]
         assert len(run.serving()) == 2
         members, started_servers = family(process.pid), servers(cluster)
         assert started_servers and not started_servers.keys() & members.keys(), "they are processes of Ray's nodes"
@@ -108,7 +103,6 @@ def test_run_survives_the_loss_of_nodes(demo_model: Path, tmp_path: Path, cluste
         run.wait("both trainers have restarted", lambda: log.read_text().count("trainer-1: started") == 2)
         run.wait("they train", lambda: run.step > losses[1] + 5)
         run.wait("two servers serve", lambda: len(run.serving()) == 2)
-        assert hosts(cluster, "grpo_trainer train") == [newcomer]
         run.hurry()
         members |= family(process.pid)
         started_servers |= servers(cluster)

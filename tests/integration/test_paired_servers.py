@@ -120,6 +120,10 @@ def test_two_processes_write_while_requests_run(two: SharedContract) -> None:
     two.writes_while_requests_run(**WRITES[two.workers - 1])
 
 
+def test_two_processes_that_died_writing(two: SharedContract) -> None:
+    two.heals_after_a_trainer_that_died_writing()
+
+
 def test_ranks_that_die(two: SharedContract) -> None:
     two.survives_ranks_that_die("before", "after")
 
@@ -184,6 +188,7 @@ def test_two_adapters_over_the_bases_of_two_servers(demo_model: Path, tmp_path: 
     assert (run_dir / "checkpoints" / "adapter_final" / "adapter_model.safetensors").exists()
     for name in ("trainer", "trainer-1"):
         assert "Single-copy mode active" in (run_dir / "logs" / f"{name}.log").read_text()
+    assert "bridge proved" in (run_dir / "logs" / "trainer.log").read_text()
 
 
 @pytest.fixture(scope="module")

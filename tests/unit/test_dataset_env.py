@@ -334,6 +334,7 @@ def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(folder: P
     assert begun()["data"][0]["rows"] == 18
     (folder / "run" / "checkpoints" / "step_5").mkdir(parents=True)
     (folder / "run" / "checkpoints" / "step_5" / "state.json").write_text("{}")
+    assert begun()["data"][0]["rows"] == 18  # they are unchanged
     written(data)
     with pytest.raises(ConfigError) as caught:
         begun()

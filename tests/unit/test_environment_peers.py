@@ -69,6 +69,7 @@ def test_an_attempt_ends_where_the_server_is_silent() -> None:
 @pytest.mark.parametrize(
     ("reply", "reason", "key"),
     [
+        (Reply(422, {"detail": "scores: NaN", "field": "scores"}), "scores: NaN", "scores"),
         (
             Reply(404, None, msgspec.msgpack.encode({"detail": "why", "field": "env_id"}), {"Content-Type": MSGPACK}),
             *("why", "env_id"),

@@ -418,7 +418,8 @@ def test_the_guides_conversation_says_higher_or_lower(said: str, heard: str | No
 CALL = '<tool_call>{"name": "days_between", "arguments": {"start": "2024-02-28", "end": "2024-03-01"}}</tool_call>'
 
 
-def test_the_guides_tool_answers_the_policy() -> None:
+@pytest.mark.parametrize(("answer", "score"), [("It is 2", 1.0), ("It is 1", 0.0)])  # 2024 has a 29 February
+def test_the_guides_tool_answers_the_policy(answer: str, score: float) -> None:
     tokenizer, prompts = build_tokenizer(), []
     tokenizer.chat_template = (
         "{{ tools | tojson }}{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}assistant: "
@@ -426,14 +427,14 @@ def test_the_guides_tool_answers_the_policy() -> None:
 
     def say(prompt: list[int]) -> list[str]:
         prompts.append(str(tokenizer.decode(prompt)))
-        return [f"{[CALL, 'It is 2'][len(prompts) - 1]}<|endoftext|>"]
+        return [f"{[CALL, answer][len(prompts) - 1]}<|endoftext|>"]
 
     config = MultiTurnConfig(tokenizer_name="demo", group_size=1)
     env = shown("Days")(config, Scripted(tokenizer, say), tokenizer)
     group = asyncio.run(env.collect_trajectories(("2024-02-28", "2024-03-01")))
     assert prompts[0].count("YYYY-MM-DD") == 2  # each argument's line of the docstring
     assert prompts[1].endswith("tool: 2<|endoftext|>assistant: ")
-    assert group is not None and group.scores == [1.0]  # 2024 has a 29 February
+    assert group is not None and group.scores == [score]
 
 
 def test_the_guide_names_every_option() -> None:

@@ -234,7 +234,7 @@ from environments.running.settings_check import check
 for name in ("arithmetic", "gsm8k", "verifiers", "word_problems"):
     check(name, {{}})
 light("settings of environments")
-from grpo_trainer.doctor.checks import *
+from grpo_trainer.doctor.checks import examine
 from grpo_trainer.machine import look
 
 examine(look(), None)
