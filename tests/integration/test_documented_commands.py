@@ -62,8 +62,8 @@ def folder(demo_model: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_of_a_page_trains(folder: Path, name: str) -> None:
-    """`tests/bridges` trains in each mode, and own data are those of the own loss: here a command is accepted."""
-    words, trains = COMMANDS[name], name in ("quickstart", "own loss")
+    """`tests/bridges` trains in each mode: here its command is accepted."""
+    words, trains = COMMANDS[name], " " in name or name == "quickstart"
     if "MODEL" in words:
         words = [*words[: words.index("--model")], *OWN_PARTS.split()]
     run_dir, log = folder / "runs" / "here", folder / "log"
@@ -103,14 +103,17 @@ def test_four_processes_started_by_hand_train_together(demo_model: Path, tmp_pat
     assert "bridge proved" in log.read_text()
 
 
-def test_train_scripts_command_is_accepted(demo_model: Path, tmp_path: Path) -> None:
-    """`tests/unit/test_shell_scripts.py` has the commands of other modes."""
+def test_train_script_trains(demo_model: Path, tmp_path: Path) -> None:
+    """The script's own command is started here, warm; `tests/unit/test_shell_scripts.py` has those of other modes."""
     fake, written = tmp_path / "python", tmp_path / "command"
     fake.write_text(f'#!/bin/bash\n[ "$2" != grpo_trainer ] || printf "%s\\0" "$@" > {written}\n')
     fake.chmod(0o755)
     settings = {"GRPO_PYTHON": str(fake), "MODEL": str(demo_model), "RUN_DIR": str(tmp_path / "run")}
+    settings |= {"STEPS": "2", "BATCH_SIZE": "16", "ACCUMULATION": "1"}
     script = ["bash", str(ROOT / "scripts" / "train.sh"), "single_copy", "--log-samples", "2"]
     subprocess.run(script, env={**os.environ, **settings}, capture_output=True, check=True)
-    words = [*written.read_text().split("\0")[:-1], "--dry-run"]
+    words = written.read_text().split("\0")[:-1]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+    assert "bridge proved" in (tmp_path / "run" / "logs" / "trainer.log").read_text()
