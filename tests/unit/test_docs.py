@@ -68,6 +68,12 @@ ENVIRONMENTS = (
 )
 
 
+def test_tests_that_pages_name_are_there() -> None:
+    names = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    there = " ".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert names and not [name for name in names if f"def {name}(" not in there]
+
+
 def test_pages_stay_few_and_short() -> None:
     words = {page.name: len(page.read_text().split()) for page in COUNTED}
     assert len(words) == len(COUNTED) <= 14 and sum(words.values()) <= 30_000, words
