@@ -6,7 +6,7 @@
 `grpo run` and TRL's GRPOTrainer, which generates with vLLM in its own process (on a CPU with transformers), train the
 same model on the same problems in the same order, with the same rewards, batches and length of answers, one after the
 other and each at several learning rates. Plain transformers answers held-out problems with every checkpoint of both.
-Seconds count from the begin of the first step. Prints a table, then one JSON object, and writes a file for each run
+Seconds count from the begin of the first step. Prints one JSON object, and writes a file for each run
 that `plot_runs.py` draws with `--y accuracy`.
 
 Needs `pip install --no-deps trl==1.16.0` and what TRL needs (accelerate, datasets).
@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from trl_loop import Curve, Job, Questions, ours, trl
 
 from environments.config import ServerConfig
@@ -62,14 +60,12 @@ class Run:
     lr: float
     checkpoints: Sequence[Checkpoint]
 
-    def reached(self, target: float) -> Checkpoint | None:
-        """Return the first checkpoint with this accuracy."""
-        return next((each for each in self.checkpoints if each.accuracy >= target), None)
-
-    def rank(self, targets: Sequence[float]) -> tuple[float, ...]:
-        """Return what orders runs, the best lowest: seconds to the highest target, to the next one, the accuracy."""
-        reached = [self.reached(target) for target in sorted(targets, reverse=True)]
-        return (*(float("inf") if each is None else each.seconds for each in reached), -self.checkpoints[-1].accuracy)
+    def reached(self, targets: Sequence[float]) -> dict[str, tuple[int, float] | None]:
+        """Return step and seconds of the first checkpoint with each accuracy."""
+        return {
+            str(target): next(((each.step, each.seconds) for each in self.checkpoints if each.accuracy >= target), None)
+            for target in targets
+        }
 
     def write(self, path: Path) -> None:
         """Write one row a checkpoint."""
@@ -140,21 +136,6 @@ def folders_of(run: Path, model: Path, steps: int) -> dict[int, Path]:
     return found
 
 
-def show(runs: Sequence[Run], targets: Sequence[float]) -> None:
-    """Print a row for each run, those of a trainer from the best to the worst."""
-    table = Table(title="Held-out accuracy, by the first checkpoint that has it")
-    columns = (f"{unit} to {target}" for target in targets for unit in ("steps", "seconds"))
-    for name in ("trainer", "learning rate", *columns, "at the end", "seconds"):
-        table.add_column(name)
-    for run in runs:
-        reached = [run.reached(target) for target in targets]
-        cells = [str(value) for each in reached for value in ((each.step, each.seconds) if each else ("-", "-"))]
-        last = run.checkpoints[-1]
-        end = f"{last.accuracy:.3f} ({last.accuracy_low:.3f} to {last.accuracy_high:.3f})"
-        table.add_row(run.trainer, f"{run.lr:g}", *cells, end, str(last.seconds))
-    Console(width=140).print(table)
-
-
 def train(trainer: str, job: Job, mode: str, level: str, folder: Path, more: Sequence[str]) -> Curve:
     """Train with `grpo` or `trl` in `folder`."""
     if trainer == "trl":
@@ -192,9 +173,8 @@ def main(
             curve = train(trainer, job, mode, level, folder, more.split())
             runs.append(Run(trainer, lr, held_out(folders_of(folder, model, steps), curve, model, asked)))
             runs[-1].write(out / f"{trainer}-{lr:g}.jsonl")
-    runs.sort(key=lambda run: (run.trainer, run.rank(wanted)))
-    show(runs, wanted)
-    print(json.dumps({"mode": mode, "level": level, "sequences": sequences, "runs": [asdict(run) for run in runs]}))
+    rows = [asdict(run) | {"reached": run.reached(wanted)} for run in runs]
+    print(json.dumps({"mode": mode, "level": level, "sequences": sequences, "runs": rows}))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from typing import Annotated, Any
 import typer
 
 from environments.arithmetic import ProblemSet, reward
-from grpo_trainer.bench.loop import SPLIT, fenced
 from grpo_trainer.metrics.rows import read_rows
 
 SMOOTHED = 5
@@ -64,11 +63,10 @@ class Questions:
 
 @dataclass
 class Curve:
-    """Rewards of the steps, the seconds at which each ended, and seconds by phase."""
+    """Rewards of the steps, and the seconds at which each ended."""
 
     rewards: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    split: dict[str, float] = field(default_factory=dict)
 
     def reached(self, target: float) -> tuple[int, float] | None:
         """Step and seconds at which the smoothed reward reached `target`; None: it did not."""
@@ -86,7 +84,6 @@ class Curve:
             "step_s_median": round(median(lasted), 3),
             "reward_last": round(fmean(self.rewards[-SMOOTHED:]), 3),
             "reached": {str(target): self.reached(target) for target in targets},
-            "split": {name: round(seconds, 1) for name, seconds in self.split.items()},
         }
 
 
@@ -112,10 +109,7 @@ def ours(job: Job, mode: str, folder: Path, more: Sequence[str], task: Mapping[s
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     subprocess.run([*map(str, command), *flags, *more], check=True, stdout=sys.stderr)
     rows = read_rows(folder / "metrics.jsonl")
-    split = {name: sum(row.get(key) or 0.0 for row in rows) for name, key in SPLIT.items()}
-    split["step_s"] -= sum(map(fenced, rows))
-    seconds = [*accumulate(row["train/seconds"] for row in rows)]
-    return Curve([row["reward/mean"] for row in rows], seconds, split)
+    return Curve([row["reward/mean"] for row in rows], [*accumulate(row["train/seconds"] for row in rows)])
 
 
 def trl(job: Job, questions: Questions, folder: Path, **settings: Any) -> Curve:
@@ -127,7 +121,7 @@ def trl(job: Job, questions: Questions, folder: Path, **settings: Any) -> Curve:
     from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
     from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    curve = Curve(split={"generate and score": 0.0})
+    curve = Curve()
     began: list[float] = []
 
     class Watch(TrainerCallback):
@@ -139,14 +133,6 @@ def trl(job: Job, questions: Questions, folder: Path, **settings: Any) -> Curve:
             if logs and "reward" in logs:
                 curve.rewards.append(float(logs["reward"]))
                 curve.seconds.append(time.perf_counter() - began[0])
-
-    class Timed(GRPOTrainer):
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return super()._generate_and_score_completions(inputs)
-            finally:
-                curve.split["generate and score"] += time.perf_counter() - started
 
     on_gpu = torch.cuda.is_available()
     options: dict[str, Any] = {
@@ -176,7 +162,7 @@ def trl(job: Job, questions: Questions, folder: Path, **settings: Any) -> Curve:
     adapter = LoraConfig(
         r=job.lora_r, lora_alpha=2 * job.lora_r, target_modules="all-linear", task_type="CAUSAL_LM"
     ) if job.lora_r else None  # fmt: skip
-    Timed(
+    GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype),
         questions.score,
         GRPOConfig(str(folder), **(options | settings)),
@@ -185,7 +171,6 @@ def trl(job: Job, questions: Questions, folder: Path, **settings: Any) -> Curve:
         peft_config=adapter,
         callbacks=[Watch()],
     ).train()
-    curve.split["train"] = curve.seconds[-1] - curve.split["generate and score"]
     return curve
 
 
