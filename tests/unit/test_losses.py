@@ -194,6 +194,14 @@ def test_loss_of_a_logprob_that_is_no_number_is_none(loss: str) -> None:
     assert math.isnan(batch_loss(inputs([one([-1.0, -1.0], roll=[math.nan, -1.0])], config), config).loss.item())
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss_slope_at_a_ratio_of_1_is_the_advantage(loss: str) -> None:
+    config = LossConfig(loss=loss)
+    tokens = 2 * MAX_LEN if LOSSES[loss].mean == "constant" else 2
+    slopes = gradient(inputs([one([-1.0], 3.0), one([-0.5], -2.0)], config), config)
+    assert slopes == pytest.approx([-3 / tokens, 2 / tokens])
+
+
 def test_supervision_is_the_logprob_itself_and_no_sample_of_the_policy() -> None:
     config = LossConfig(kl_beta=1.0, clip_eps=0.1)
     marked = one([-4.0, -4.0], supervised=True, ref=[-1.0, -1.0], old=[-9.0, -9.0])  # a ratio that would be clipped
