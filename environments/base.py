@@ -362,7 +362,7 @@ class BaseEnv(Generic[Item, Config]):
         scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
         shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
         said = (f"{text[:60]!r} scores {score}" for text, score in zip(texts, shown, strict=True))
-        return f"{seen}; of answers that nobody sampled, {', '.join(said)}"
+        return f"{seen}; of made-up answers, {', '.join(said)}"
 
     def right_answer(self, item: Item) -> str | None:
         """Return a right answer to an item, for a trial to score; None: none is known."""

@@ -78,7 +78,7 @@ def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
     refuse_missing(config.trainer.model_name)
-    with trying(config) as trials:
+    with trying(config, patient=True) as trials:
         machine, shape = look(), shape_of(config.trainer.model_name)
         trials.check(say)
     given, missing = config, list[str]()

@@ -149,19 +149,25 @@ def described(given: RunConfig, config: RunConfig, machine: Machine, shape: Mode
 
 def _paragraph(config: RunConfig, machine: Machine, shape: ModelShape | None) -> str:
     trainer, sequences, prompts = config.trainer, config.trainer.sequences_per_step, config.options.prompts_per_step
-    what = f"a LoRA adapter of rank {trainer.lora_r}" if trainer.trains_adapter else "all weights"
+    what = (
+        f"a LoRA adapter of rank {trainer.lora_r}, alpha {trainer.lora_alpha:g}"
+        if trainer.trains_adapter
+        else "all weights"
+    )
     batch = f"{prompts} prompts x {sequences // prompts} answers" if prompts else f"{sequences} answers"
     loss = f"loss {trainer.loss}" + (f" with KL {trainer.kl_beta:g}" if trainer.kl_beta else "")
+    evaluated = f"evaluated every {trainer.eval_every} steps; " if trainer.eval_every else ""
     names = []
     for each in config.environments:
         rewards = [str(one.get("function", one)) if isinstance(one, dict) else str(one) for one in each.rewards]
         parts = [f"data {each.data['path']}"] if each.data.get("path") else []
         parts += [f"rewards {' and '.join(rewards)}"] if rewards else []
+        parts += [f"answers of at most {each.env['max_tokens']} tokens"] if each.env.get("max_tokens") else []
         names.append(f"{each.name} ({', '.join(parts)})" if parts else each.name)
     text = (
         f"trains {what} ({trainer.weight_bridge_mode}): {trainer.training_steps} steps of {batch}, each at most "
         f"{trainer.seq_len} tokens with its prompt; learning rate {trainer.lr:g}, {loss}; "
-        f"environment {', '.join(names)}"
+        f"{evaluated}environment {', '.join(names)}"
     )
     if shape is None or not _has_plan(config, machine):
         return text

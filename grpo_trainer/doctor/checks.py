@@ -166,7 +166,7 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None) -> tuple[l
     if not isinstance(config, RunConfig):
         refused = [refusal(problem, "configuration") for problem in (config.problems if config else ())]
         return [*of_the_machine, *refused], None
-    with trying(config, everything=True) as case.trials:  # in the background
+    with trying(config, everything=True, patient=True) as case.trials:  # in the background
         return [*of_the_machine, *findings(RUN_CHECKS)], case.memory
 
 
@@ -227,7 +227,7 @@ def versions_together(case: Case) -> Finding:
         if not fits:
             wanted = f"{need.name}{need.specifier}, which {package} {machine.version(package)} is built for"
             return fail(f"{need.name} {have}", wanted, f"pip install '{need.name}{need.specifier}'")
-    return ok(f"as {package} wants them")
+    return ok(f"those that {package} requires")
 
 
 @of_machine("gpu")
@@ -274,7 +274,7 @@ def expandable_segments(case: Case) -> Finding:
         value = case.machine.environment.get(variable, "")
         if "expandable_segments:true" in value.lower().replace(" ", ""):
             return fail(f"{variable}={value}", "off: the memory of shared weights must be whole", f"unset {variable}")
-    return ok("off" if case.shares else "no matter here")
+    return ok("off" if case.shares else "not needed: no weights are shared")
 
 
 @of_machine("CUDA IPC")
@@ -328,7 +328,7 @@ def configuration(case: Case) -> Iterator[Finding]:
     problems = check(case.given, Hardware(machine.on_gpu, len(machine.gpus)))
     yield from map(refusal, problems)
     if not problems:
-        yield ok("no rule speaks against them")
+        yield ok("can be combined")
 
 
 @of_run("wandb")
@@ -545,7 +545,8 @@ def environments(case: Case) -> Iterator[Finding]:
             got = "; ".join([str(replace(problem, wanted="", fix="")), *map(str, others)])
             yield fail(got, problem.wanted or "no error", problem.fix or "correct it", name)
         elif not outcome.found:
-            yield warn(f"not tried to its end: {outcome.doing}", "an end within 20 s", "--no-try leaves it out", name)
+            fix = f"`grpo env {outcome.environment} try` waits longer; --no-try leaves it out"
+            yield warn(f"not tried to its end: {outcome.doing}", f"an end within {outcome.limit_s:.0f} s", fix, name)
         else:
             yield ok(outcome.found, name=name)
     if not case.given.options.try_environments:

@@ -30,7 +30,9 @@ from grpo_trainer.launch.process import Process
 from grpo_trainer.signals import running_time
 
 LIMIT_S = 20.0
-"""Seconds after which a trial is given up with a warning."""
+"""Seconds after which a trial is given up with a warning, where a run waits for it."""
+PATIENT_LIMIT_S = 120.0
+"""The same for `grpo doctor` and a dry run, for which nothing waits."""
 SLOW_S = 5.0
 """Seconds after which a trial says what it waits for."""
 END_S = 3.0
@@ -43,9 +45,9 @@ class Trial:
     """One environment's trial, and its result."""
 
     def __init__(
-        self, folder: Path, name: str, environment: EnvironmentProcess, tables: Any, config: RunConfig
+        self, folder: Path, name: str, environment: EnvironmentProcess, tables: Any, config: RunConfig, patient: bool
     ) -> None:
-        self.environment, self._config = environment.name, config
+        self.environment, self._config, self._is_patient = environment.name, config, patient
         self.doing = "import"  # the present step, with its place in the user's code
         self.problems: tuple[Problem, ...] = ()
         self.found = ""  # what was seen; empty: something is wrong, or the trial was given up
@@ -57,6 +59,10 @@ class Trial:
         argv = (sys.executable, "-m", *environment_command(environment.name), "try", "--config", str(settings))
         env = {REPORT_VARIABLE: str(self._report), "PYTHONUNBUFFERED": "1"}
         self._process = Process(ProcessSpec(name, argv, env=env), folder / f"{name}.log")
+
+    @property
+    def limit_s(self) -> float:
+        return PATIENT_LIMIT_S if self._is_patient else LIMIT_S
 
     def look(self) -> None:
         """Take the result if the trial has ended; end it if it takes too long."""
@@ -76,7 +82,7 @@ class Trial:
             got = f"exit code {code}{': ' + last if last else ''}"
             problem = Problem(summary=f"{self.doing} ended its process", got=got, fix="correct it, or add --no-try")
             self.problems = (self._named(problem),)
-        elif self.seconds <= LIMIT_S:
+        elif self.seconds <= self.limit_s:
             return
         self.end()
 
@@ -115,7 +121,7 @@ class Trial:
             return f"environment {self.environment}: {self.found} (tried in {self.seconds:.1f} s)"
         return (
             f"environment {self.environment}: not tried to its end, {self.doing} runs longer than "
-            f"{self.seconds:.0f} s; the run starts, --no-try leaves the trial out"
+            f"{self.seconds:.0f} s; `grpo env {self.environment} try` waits longer, --no-try leaves the trial out"
         )
 
 
@@ -142,10 +148,11 @@ class Trials(list[Trial]):
 
 
 @contextmanager
-def trying(config: RunConfig, *, everything: bool = False) -> Iterator[Trials]:
+def trying(config: RunConfig, *, everything: bool = False, patient: bool = False) -> Iterator[Trials]:
     """Try the environments in the background of a block, unless the options say otherwise.
 
-    With `everything`, also the built-in environments of which only the settings can be wrong.
+    With `everything`, also the built-in environments of which only the settings can be wrong; `patient`: nothing waits
+    for them.
     """
     trials = Trials()
     with TemporaryDirectory(prefix="grpo-try-", ignore_cleanup_errors=True) as folder:
@@ -153,7 +160,7 @@ def trying(config: RunConfig, *, everything: bool = False) -> Iterator[Trials]:
             for name, environment, tables in environment_settings(config) if config.options.try_environments else ():
                 built_in = BUILT_IN.get(environment.name)
                 if everything or built_in is None or built_in.is_tried:
-                    trials.append(Trial(Path(folder), name, environment, tables, config))
+                    trials.append(Trial(Path(folder), name, environment, tables, config, patient))
             yield trials
         finally:
             for trial in trials:

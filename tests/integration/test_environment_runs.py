@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 
 RIGHT = """
 def right(completions, answer, **kwargs):
-    return [float(text.strip() == gold) for text, gold in zip(completions, answer)]
+    return [float(text.strip() == str(gold)) for text, gold in zip(completions, answer)]
 """
 MANY = """
 import asyncio

@@ -180,6 +180,14 @@ def test_microbatches_are_chosen_by_the_plan_that_the_start_shows() -> None:
     assert tokens(gpu(80), **{"server.gpus": "GPU-1"}) == 2048
 
 
+def test_start_says_lengths_of_answers_rank_and_evaluations() -> None:
+    given = made({"eval_every": 10, "lora_r": 8, "lora_alpha": 24}, words=("--env.max_tokens", "64"))
+    text = described(given, chosen(given, CPU, SMALL), CPU, SMALL)[-1]
+    assert "answers of at most 64 tokens" in text and "every 10 steps" in text and "rank 8, alpha 24" in text
+    plain = described(made(), chosen(made(), CPU, SMALL), CPU, SMALL)[-1]
+    assert "answers of at most" not in plain and "evaluated" not in plain
+
+
 # the size of the server's key-value cache, where the memory plan is to fix it -------------------------------
 
 
