@@ -85,9 +85,12 @@ END_S = 120.0
 _stderr = 2  # of a captured test it is a file
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Start warm what starts the workers of pytest-xdist, and so the workers; with GPUs each makes its own imports."""
     global _stderr
     _stderr = os.dup(2)
+    if config.getoption("numprocesses", None) and not Path("/dev/nvidiactl").exists():
+        warm.start()
 
 
 @pytest.hookimpl(wrapper=True)
