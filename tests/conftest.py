@@ -162,14 +162,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreter() -> Iterator[Executor]:
     """A process in which Triton interprets: it decides that when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
             pool.submit(abs, 1).result()
-            yield pool
+        yield pool
 
 
 @contextmanager
