@@ -12,11 +12,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 check_memory 6
 prepare envs,wandb,dev,qlora,ray
 cd "$repository"
-lane=(-m "not complete and not gpu")
+lane=(tests/bridges tests/contract tests/unit -m "not complete")
 case ${1:-} in
     '') ;;
     --all) [ $# -eq 1 ] || fail "--all takes no other arguments; wanted --all, or arguments of pytest"
-        lane=(--hypothesis-profile=many) ;;
+        lane=(tests/bridges tests/integration tests/gpu tests/contract tests/unit --hypothesis-profile=many) ;;
     -h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit ;;
     *) exec "$PYTHON" -m pytest "$@" ;;
 esac
@@ -30,8 +30,8 @@ pyright=$!
 failed=0
 # Three processes on two cores: those that start servers wait for half of their time. tests/conftest.py has the longest
 # files first; xdist would begin with those that have the most tests. It would also repeat a test that ended its process.
-"$PYTHON" -m pytest tests/bridges tests/integration tests/gpu tests/contract tests/unit \
-    --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "${lane[@]}" || failed=$?
+"$PYTHON" -m pytest "${lane[@]}" --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 ||
+    failed=$?
 wait "$pyright" || failed=$?
 cat "$types"
 exit "$failed"

@@ -85,9 +85,12 @@ END_S = 120.0
 _stderr = 2  # of a captured test it is a file
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Start warm what starts the workers of pytest-xdist, and so the workers; with GPUs each makes its own imports."""
     global _stderr
     _stderr = os.dup(2)
+    if config.getoption("numprocesses", None) and not Path("/dev/nvidiactl").exists():
+        warm.start()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -159,14 +162,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreter() -> Iterator[Executor]:
     """A process in which Triton interprets: it decides that when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
             pool.submit(abs, 1).result()
-            yield pool
+        yield pool
 
 
 @contextmanager

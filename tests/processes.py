@@ -52,7 +52,9 @@ def said_by(processes: Sequence[subprocess.Popen[str]], statuses: Sequence[int],
 
 
 @contextmanager
-def running(*arguments: str, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    *arguments: str, log: Path, env: dict[str, str] | None = None, folder: Path = ROOT
+) -> Iterator[subprocess.Popen[bytes]]:
     """`python ARGUMENTS` with its output in a file, until the block is left."""
     with log.open("ab") as output:
         process = subprocess.Popen(
@@ -60,7 +62,7 @@ def running(*arguments: str, log: Path, env: dict[str, str] | None = None) -> It
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            cwd=ROOT,
+            cwd=folder,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
             start_new_session=True,
         )

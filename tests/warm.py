@@ -6,6 +6,9 @@
 The forked process is a child of the process that asked for it. It has the arguments, environment, folder, files and
 session that were asked for, and runs the module as `__main__`. What it starts itself in the same way is forked from it,
 too. Variables that a library reads while it is imported have no effect; a test that needs them sets `COLD`.
+
+Workers of pytest-xdist are forked in the same way. Each of them first forks the process that will fork for it, so that
+the imports are made once for all workers.
 """
 
 from __future__ import annotations
@@ -27,16 +30,21 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NoReturn
+
+from execnet.gateway_io import popen_bootstrapline
 
 from vllm_server import forking
 
 COLD = "GRPO_TESTS_COLD"
 PACKAGES = ("grpo_trainer", "vllm_server", "environments", "tests")
 ROOT = Path(__file__).parents[1]
+WORKER = [sys.executable, "-u", "-c", popen_bootstrapline]
+"""The command of a worker of pytest-xdist."""
 
 ENVIRONMENTS = (
     *("environments.running.cli", "environments.multi_turn", "environments.arithmetic"),
@@ -72,6 +80,7 @@ _asking = threading.Lock()
 def start(modules: Sequence[str] = RUNS) -> None:
     """Start the process that imports these, unless one that has is there; what is started meanwhile waits for it."""
     global _zygote, _imported
+    subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
     if _imported.issuperset(modules):
         return
     if _zygote is not None:
@@ -82,7 +91,6 @@ def start(modules: Sequence[str] = RUNS) -> None:
     environment = {**os.environ, COLD: "1"}
     subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
     theirs.close()
-    subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _fork_child(
@@ -124,6 +132,8 @@ def _can_be_forked(args: Any, environment: Mapping[str, str], *, shell: bool, ot
     if isinstance(args, str | bytes) or shell or other or COLD in environment:
         return False
     words = [os.fspath(word) for word in args]
+    if words == WORKER:
+        return True
     return words[:2] == [sys.executable, "-m"] and words[2].partition(".")[0] in PACKAGES
 
 
@@ -172,7 +182,6 @@ def _fork(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], Non
 def _become(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], None] | None) -> int:
     """In the new process: what `exec` and the interpreter's start would have done, and the module."""
     global _forked
-    _forked = True
     kept = [os.dup(descriptor) for descriptor in given]
     for number, descriptor in enumerate(kept):
         os.dup2(descriptor, number)
@@ -196,11 +205,34 @@ def _become(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], N
         stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue]
     logging.root.handlers.clear()
     atexit._clear()
+    if wanted["words"][0] == "-c":
+        _fork_zygote()
+        return _run(wanted["words"])
+    _forked = True
     subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
     os.execve = _run_instead
     # An engine is forked from its server, which has its imports, too.
     forking.start, forking.context = _nothing, _fork_context  # pyright: ignore[reportAttributeAccessIssue]
     return _run(wanted["words"])
+
+
+def _fork_zygote() -> None:
+    """In a worker of pytest-xdist, which has imported nothing else yet: start the process that forks for its tests."""
+    global _zygote, _imported
+    _zygote, theirs = socket.socketpair()
+    if os.fork():
+        theirs.close()
+        _imported = frozenset(RUNS)
+        return
+    _zygote.close()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):  # the worker's own are its line to pytest
+        os.dup2(nowhere, number)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker ends after Ctrl-C, and this process with it
+    try:
+        _fork_whatever_is_asked(theirs)
+    finally:
+        os._exit(0)
 
 
 def _nothing(*_: object) -> None:
@@ -225,12 +257,16 @@ def _run(words: list[str]) -> int:
     import setproctitle
 
     module, *arguments = words
-    setproctitle.setproctitle(" ".join([sys.executable, "-m", *words]))
+    setproctitle.setproctitle(" ".join([sys.executable, *([] if module == "-c" else ["-m"]), *words]))
     sys.argv = [module, *arguments]
     sys.path[0] = str(Path.cwd())
-    sys.modules.pop(module, None)  # it becomes `__main__`, and may be imported by its name besides
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module == "-c":
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(arguments[0], vars(main))
+        else:
+            sys.modules.pop(module, None)  # it becomes `__main__`, and may be imported by its name besides
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as error:
         status = _status(error)
@@ -266,7 +302,10 @@ def _serve(descriptor: int, modules: Sequence[str]) -> None:
         _make_ready()
         unfit = preload.unfit or forking.spoiled()
         assert not unfit, unfit
-    asking = socket.socket(fileno=descriptor)
+    _fork_whatever_is_asked(socket.socket(fileno=descriptor))
+
+
+def _fork_whatever_is_asked(asking: socket.socket) -> None:
     while True:
         header, given, _, _ = socket.recv_fds(asking, 8, 3)
         if not header:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests import warm
-from tests.processes import assert_ended, family, running, tail, wait_for
+from tests.processes import assert_ended, running, tail
 from tests.runs import arguments, check_format, family_until_the_end, of_mode, rows
 
 pytestmark = pytest.mark.timeout(600)
@@ -26,22 +23,16 @@ SERVED = [0, 2, 2, 4, 4]
 
 
 @pytest.mark.parametrize("mode", ["lora_only", "shared_vllm", "broadcast", *RELAUNCHED])
-def test_run_is_resumed(demo_model: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_resumed(demo_model: Path, tmp_path: Path, mode: str) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     before = {file.name: file.read_bytes() for file in demo_model.iterdir()}
     # Without a bound all three batches may be sampled before the first publish.
     traced = {"trace": True} if mode in RELAUNCHED else {"trace": True, "max-staleness": 1}
     for steps, more in ((3, traced), (5, {"resume": "auto"})):
-        if mode == "lora_only" and "trace" in more:
-            monkeypatch.setenv(warm.COLD, "1")  # the first run starts as a user's does
-        else:
-            monkeypatch.delenv(warm.COLD, raising=False)
         words = arguments(demo_model, run_dir, **of_mode(mode, **{"training-steps": steps, **more}))
         if mode in ("lora_only", "none") and "resume" in more:  # all else is in the run's folder
             words = [*words[:3], "--resume", str(run_dir), "--training-steps", str(steps)]
         with running(*words, log=log) as process:
-            if warm.COLD in os.environ:
-                wait_for("a forked engine", lambda run=process: has_forked_engine(run.pid), log)
             members = family_until_the_end(process, log)
             assert process.wait() == 0, tail(log)
         assert members
@@ -67,13 +58,6 @@ def test_run_is_resumed(demo_model: Path, tmp_path: Path, mode: str, monkeypatch
     assert {file.name: file.read_bytes() for file in demo_model.iterdir()} == before
     check_final(run_dir / "checkpoints", demo_model, mode)
     check_timeline(run_dir / "trace.json", mode)
-
-
-def has_forked_engine(pid: int) -> bool:
-    """Whether a run's engine was forked from a process that had made its imports, rather than spawned."""
-    members = family(pid)
-    engines = [member for member, line in members.items() if "EngineCore" in line]
-    return any("Forkserver" in members.get(psutil.Process(engine).ppid(), "") for engine in engines)
 
 
 def check_timeline(trace: Path, mode: str) -> None:

@@ -10,11 +10,13 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests import warm
 from tests.integration.test_environment_runs import sums, write_jsonl
-from tests.processes import ROOT, answers, free_port, running, tail, wait_for
-from tests.runs import rows
+from tests.processes import ROOT, answers, family, free_port, running, tail, wait_for
+from tests.runs import finished, rows
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -62,23 +64,33 @@ def folder(demo_model: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_of_a_page_trains(folder: Path, name: str) -> None:
-    """`tests/bridges` trains in each mode: here its command is accepted."""
+    """`tests/bridges` trains in each mode: here its command is accepted. The quickstart is started as a user does."""
     words, trains = COMMANDS[name], " " in name or name == "quickstart"
     if "MODEL" in words:
         words = [*words[: words.index("--model")], *OWN_PARTS.split()]
     run_dir, log = folder / "runs" / "here", folder / "log"
-    command = [sys.executable, "-m", "grpo_trainer", "run", *words, *MORE.split(), "--run-dir", str(run_dir)]
+    command = ["-m", "grpo_trainer", "run", *words, *MORE.split(), "--run-dir", str(run_dir)]
     command += ["--log-samples", "2"] if trains else ["--dry-run"]
-    report = [sys.executable, "-m", "grpo_trainer", "report", str(run_dir)]
-    for each in (command, report) if trains else (command,):
-        with log.open("ab") as output:
-            done = subprocess.run(each, cwd=folder, stdout=output, stderr=output, timeout=400, check=False)
-        assert done.returncode == 0, tail(log)
+    cold = {warm.COLD: "1"} if name == "quickstart" else {}
+    with running(*command, log=log, env=cold, folder=folder) as process:
+        if cold:
+            wait_for("a forked engine", lambda: has_forked_engine(process.pid), log)
+        assert finished(process, log, 400) == 0, tail(log)
+    if trains:
+        with running("-m", "grpo_trainer", "report", str(run_dir), log=log, folder=folder) as process:
+            assert finished(process, log) == 0, tail(log)
     assert len(rows(run_dir)) == (4 if trains else 0)
     if trains:
         assert "bridge proved" in (run_dir / "logs" / "trainer.log").read_text()
         page = (run_dir / "report.html").read_text()
         assert '"title":"Reward"' in page and '"ratios":"' in page
+
+
+def has_forked_engine(pid: int) -> bool:
+    """Whether a run's engine was forked from a process that had made its imports, rather than spawned."""
+    members = family(pid)
+    engines = [member for member, line in members.items() if "EngineCore" in line]
+    return any("Forkserver" in members.get(psutil.Process(engine).ppid(), "") for engine in engines)
 
 
 def test_four_processes_started_by_hand_train_together(demo_model: Path, tmp_path: Path) -> None:
