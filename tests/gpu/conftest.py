@@ -1,6 +1,7 @@
 """GPU tests skip, with the reason, where there is no GPU. Tests marked `alone` have the GPUs to themselves.
 
-    pytest tests/gpu -n 4 --dist loadfile       # 16 cores; with two GPUs also what needs two
+    pytest tests/gpu -n 4 --dist loadfile           # a GPU and 16 cores; with two GPUs also what needs two
+    pytest tests/gpu -n 4 --dist loadfile -k two    # only what needs two
 
 The slowest tests are listed at the end.
 """
