@@ -73,16 +73,22 @@ _exec_child = subprocess.Popen._execute_child  # pyright: ignore[reportAttribute
 _exec = os.execve
 _zygote: socket.socket | None = None
 _imported: frozenset[str] = frozenset()
+_packages = PACKAGES
 _forked = False
 _asking = threading.Lock()
 
 
-def start(modules: Sequence[str] = RUNS) -> None:
-    """Start the process that imports these, unless one that has is there; what is started meanwhile waits for it."""
-    global _zygote, _imported
+def start(modules: Sequence[str] = RUNS, packages: Sequence[str] = PACKAGES) -> None:
+    """Start the process that imports these, unless one that has is there; what is started meanwhile waits for it.
+
+    Args:
+        packages: whose programs are forked from then on; all others start as ever.
+    """
+    global _zygote, _imported, _packages
     subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
     if _imported.issuperset(modules):
         return
+    _packages = tuple(packages)
     if _zygote is not None:
         _zygote.close()  # which ends it
     _zygote, theirs = socket.socketpair()
@@ -134,7 +140,7 @@ def _can_be_forked(args: Any, environment: Mapping[str, str], *, shell: bool, ot
     words = [os.fspath(word) for word in args]
     if words == WORKER:
         return True
-    return words[:2] == [sys.executable, "-m"] and words[2].partition(".")[0] in PACKAGES
+    return words[:2] == [sys.executable, "-m"] and words[2].partition(".")[0] in _packages
 
 
 def _ask(wanted: dict[str, Any], given: list[int]) -> int:

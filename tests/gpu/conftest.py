@@ -1,4 +1,10 @@
-"""GPU tests skip, with the reason, where there is no GPU. Tests marked `alone` have the GPUs to themselves."""
+"""GPU tests skip, with the reason, where there is no GPU. Tests marked `alone` have the GPUs to themselves.
+
+    pytest tests/gpu -n 4 --dist loadfile           # a GPU and 16 cores; with two GPUs also what needs two
+    pytest tests/gpu -n 4 --dist loadfile -k two    # only what needs two
+
+The slowest tests are listed at the end.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,51 @@ import torch
 
 from grpo_trainer.engine.allocator import grow_segments
 
+FIRST = (
+    *("test_models_gpu.py", "test_routed_experts_gpu.py", "test_paired_servers_gpu.py", "test_two_gpus.py"),
+    *("test_step_gpu.py", "test_shared_weights_gpu.py", "test_broadcast_gpu.py", "test_torn_weights.py"),
+)
+"""The longest files, by their length."""
+LAST = ("test_lora_transports_gpu.py", "test_run_gpu.py")
+"""Files with a test marked `alone`, which waits until all others are over."""
+BY_ROW = (
+    *("test_models_gpu.py", "test_routed_experts_gpu.py", "test_paired_servers_gpu.py"),
+    *("test_quantised_server_gpu.py", "test_quantised_bases_gpu.py"),
+)
+"""Files whose rows share nothing: `--dist loadfile` spreads them over workers."""
+
 _gpus = (Path(tempfile.gettempdir()) / "grpo-gpu-tests.lock").open("a")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available() and config.option.durations is None:
+        config.option.durations = 25
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        name = item.path.name
+        if item.path.parent != Path(__file__).parent:
+            return -1
+        return FIRST.index(name) if name in FIRST else len(FIRST) + (1 + LAST.index(name) if name in LAST else 0)
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the order of files, and spread the rows of `BY_ROW`."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return file + nodeid.partition("[")[2] if Path(file).name in BY_ROW else file
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of the test's time-out

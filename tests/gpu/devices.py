@@ -1,4 +1,4 @@
-"""The GPUs that tests may use: those of CUDA_VISIBLE_DEVICES, or all."""
+"""The GPUs that tests may use: those of CUDA_VISIBLE_DEVICES, or all. As a program: use one."""
 
 from __future__ import annotations
 
@@ -10,3 +10,9 @@ def only_gpus(*indices: int) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(max(indices) + 1)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in indices)}
+
+
+if __name__ == "__main__":
+    import torch
+
+    assert float(torch.ones(2, device="cuda").sum()) == 2.0

@@ -1,21 +1,16 @@
-"""All weights sent to a server: on the trainer's GPU from the trainer's own memory, on another one by NCCL."""
+"""All weights sent to a server on the trainer's GPU: from the trainer's own memory, by Gloo and by files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from grpo_trainer.doctor.trials import tried
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.weights.broadcast import PresentWeights
-from grpo_trainer.weights.layout import ModelLayout
-from tests.gpu.devices import only_gpus
 from tests.integration.serving import Serving
 from tests.integration.test_broadcast import Sending, assert_equal_bits, receiving
 from vllm_server.protocol.channels import MainMemorySpec, MappedTensor
@@ -41,14 +36,20 @@ def assert_versions_arrive(server: Serving, made: Sending, transport: str) -> No
             assert_equal_bits(server, made.policy.model, torch.bfloat16)
 
 
+@pytest.fixture(scope="module")
+def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server on the trainer's GPU, with CUDA graphs."""
+    with receiving(tmp_path_factory.mktemp("on_one_gpu"), *FLAGS) as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     ("transport", "staging"),
     [("auto", "on"), ("auto", "off"), ("gloo", "on"), ("disk", "on"), ("disk", "off")],
 )
-def test_each_version_is_served_bit_for_bit(tmp_path: Path, transport: str, staging: str) -> None:
-    with receiving(tmp_path, *FLAGS) as server:
-        made = Sending(server, tmp_path, broadcast_transport=transport, broadcast_staging=staging, dtype="bfloat16")
-        assert_versions_arrive(server, made, "cuda_ipc" if transport == "auto" else transport)
+def test_each_version_is_served_bit_for_bit(on_one_gpu: Serving, tmp_path: Path, transport: str, staging: str) -> None:
+    made = Sending(on_one_gpu, tmp_path, broadcast_transport=transport, broadcast_staging=staging, dtype="bfloat16")
+    assert_versions_arrive(on_one_gpu, made, "cuda_ipc" if transport == "auto" else transport)
 
 
 def test_gathered_weights_are_page_locked_and_rounded_as_a_gpu_rounds() -> None:
@@ -77,55 +78,8 @@ def test_a_worker_maps_gathered_weights_and_copies_them_to_its_gpu() -> None:
         assert torch.equal(buffer_E, on_gpu.to(torch.bfloat16))
 
 
-def test_the_doctor_tries_nccl() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    assert tried("nccl") is None
-
-
-def test_nccl_on_one_gpu_is_refused_with_the_reason(tmp_path: Path) -> None:
-    with receiving(tmp_path, *FLAGS) as server:
-        made = Sending(server, tmp_path, broadcast_transport="nccl", dtype="bfloat16")
-        with made.bridge, pytest.raises(BridgeError) as refused:
-            made.bridge.connect(0)
-        assert str(torch.cuda.get_device_properties(0).uuid) in str(refused.value)
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: NCCL takes one rank a GPU")
-    with receiving(tmp_path_factory.mktemp("apart"), *FLAGS, env=only_gpus(1)) as server:
-        yield server
-
-
-@pytest.mark.parametrize("staging", ["on", "off"])
-@pytest.mark.parametrize("transport", ["auto", "nccl", "gloo", "disk"])
-def test_each_version_reaches_another_gpu_bit_for_bit(
-    apart: Serving, tmp_path: Path, transport: str, staging: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In several buckets, so that nccl's buffers take turns."""
-    monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 16384)
-    made = Sending(apart, tmp_path, broadcast_transport=transport, broadcast_staging=staging, dtype="bfloat16")
-    assert_versions_arrive(apart, made, "nccl" if transport == "auto" else transport)
-
-
-def test_broadcast_trainer_that_dies(apart: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Staged weights of a version that has not arrived whole are not written."""
-    monkeypatch.setattr("grpo_trainer.weights.layout.BUCKET_BYTES", 16384)
-    made = Sending(apart, tmp_path, broadcast_transport="nccl", broadcast_staging="on", dtype="bfloat16")
-    version = made.bridge.connect(0)
-    made.step()
-
-    class Died(Exception):
-        pass
-
-    def dying(self: ModelLayout, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
-        raise Died
-
-    with monkeypatch.context() as patched, pytest.raises((Died, BridgeError, ServerError)):
-        patched.setattr(ModelLayout, "pack", dying)
-        made.bridge.publish(version + 1)
-    assert made.ask()[1] == version
-    again = Sending(apart, tmp_path, broadcast_transport="nccl", dtype="bfloat16")
-    assert_versions_arrive(apart, again, "nccl")
+def test_nccl_on_one_gpu_is_refused_with_the_reason(on_one_gpu: Serving, tmp_path: Path) -> None:
+    made = Sending(on_one_gpu, tmp_path, broadcast_transport="nccl", dtype="bfloat16")
+    with made.bridge, pytest.raises(BridgeError) as refused:
+        made.bridge.connect(0)
+    assert str(torch.cuda.get_device_properties(0).uuid) in str(refused.value)

@@ -1,4 +1,4 @@
-"""The bridge's contract on a GPU: CUDA graphs on, bfloat16, the trainer on the server's GPU or on another."""
+"""The bridge's contract on a GPU: CUDA graphs on, bfloat16, the trainer on the server's GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from grpo_trainer.errors import BridgeError
 from tests.bridge_contract import PROMISES, Contract, Trainer, contract
-from tests.gpu.devices import only_gpus
 from tests.integration.serving import KEEP_VERSIONS, Serving, serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -25,25 +24,10 @@ def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server on the second GPU, the only one that it sees."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs: NCCL takes one rank a GPU")
-    with serving(tmp_path_factory.mktemp("apart"), *FLAGS, env=only_gpus(1)) as server:
-        yield server
-
-
 @pytest.mark.parametrize("promise", PROMISES)
 @pytest.mark.parametrize("transport", ["cuda_ipc", "memory", "disk"])
 def test_contract_on_one_gpu(on_one_gpu: Serving, transport: str, promise: str) -> None:
     with contract(on_one_gpu, transport, "cuda", TOLERANCE) as made:
-        getattr(made, promise)()
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_contract_between_gpus(apart: Serving, promise: str) -> None:
-    with contract(apart, "nccl", "cuda", TOLERANCE) as made:
         getattr(made, promise)()
 
 
@@ -66,11 +50,12 @@ def test_nccl_with_one_gpu_is_refused_with_the_reason(on_one_gpu: Serving) -> No
     assert refused.value.field == "--lora-transport"
 
 
-def test_memory_that_the_server_cannot_see_is_refused_with_the_reason(apart: Serving) -> None:
-    trainer = Trainer(apart, "cuda", lora_transport="cuda_ipc")
-    with trainer.swap, pytest.raises(BridgeError, match=r"\bcuda_ipc\b.*CUDA_VISIBLE_DEVICES") as refused:
-        trainer.swap.connect(1)
-    assert refused.value.field == "--lora-transport"
+def test_a_trainer_that_has_left_is_forgotten(on_one_gpu: Serving) -> None:
+    """The next trainer on the same server opens another channel, and the server serves its adapter."""
+    for seed in (1, 2):
+        with contract(on_one_gpu, "cuda_ipc", "cuda", TOLERANCE) as made:
+            made.publish(made.first + seed)
+            made.assert_serves(made.first + seed)
 
 
 @pytest.mark.alone
@@ -84,11 +69,3 @@ def test_publishes_leave_no_gpu_memory_behind(on_one_gpu: Serving) -> None:
                 torch.cuda.synchronize()
                 free.append(torch.cuda.mem_get_info()[0])
         assert free[0] - free[-1] < 32 << 20
-
-
-def test_a_trainer_that_has_left_is_forgotten(on_one_gpu: Serving) -> None:
-    """The next trainer on the same server opens another channel, and the server serves its adapter."""
-    for seed in (1, 2):
-        with contract(on_one_gpu, "cuda_ipc", "cuda", TOLERANCE) as made:
-            made.publish(made.first + seed)
-            made.assert_serves(made.first + seed)

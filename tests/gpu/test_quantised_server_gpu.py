@@ -19,7 +19,7 @@ from vllm_server.protocol import BridgeInfo
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 FLAGS = ("--dtype", "bfloat16", "--max-num-seqs", "16")
-WAYS = {"weights": ("--quantization", "fp8"), "cache": ("--kv-cache-dtype", "fp8")}
+WAYS = {"weights": ("--quantization", "fp8"), "cache": ("--kv-cache-dtype", "fp8", "--enforce-eager")}
 NEEDED = (8, 9)
 """The first compute capability with matrix products in fp8 (Ada); vLLM only stores fp8 on older GPUs."""
 

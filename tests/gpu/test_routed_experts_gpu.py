@@ -1,4 +1,4 @@
-"""Routing replay on a GPU, with CUDA graphs: the tests of the CPU lane, on the models and the server of this lane.
+"""Routing replay on a GPU, with CUDA graphs: the promise of the CPU lane, on the same models.
 
 The last test compares the experts that vLLM itself returns (`--enable-return-routed-experts`) with ours. If it passes,
 ours can go.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -22,26 +22,46 @@ from tests.integration.test_routed_experts import (
     LAYERS,
     PROMPTS,
     TOKENS,
+    WAYS,
     at_the_trainer,
+    completions_of,
     gaps,
     mixture_server,
     near_ties,
-    served,
 )
 from vllm_server.protocol.routed_experts import RoutedShape, pack, unpack
-
-__all__ = ["served"]
 
 NATIVE = ("--enable-return-routed-experts", "--enable-scale-out")
 """Flags of vLLM: return experts, and serve the route that has them in its answers."""
 
+Served = tuple[nn.Module, str, list[Completion], Future[list[Completion]]]
+
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
-def test_replay_closes_most_of_the_gap(served: tuple[nn.Module, str, list[Completion]]) -> None:
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: "-".join(way))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A model of near-ties, and its completions with our experts and with vLLM's, by two servers at the same time."""
+    kind, dtype = request.param
+    folders = [tmp_path_factory.mktemp(name) for name in ("ours", "native")]
+    model, _ = [near_ties(kind, folder, getattr(torch, dtype)) for folder in folders]
+
+    def ours() -> list[Completion]:
+        with mixture_server(folders[0], dtype, "--return-routed-experts") as url:
+            return completions_of(url, folders[0])
+
+    def native() -> list[Completion]:
+        with mixture_server(folders[1], dtype, *NATIVE) as url:
+            return [each for prompt in PROMPTS for each in sampled(url, str(folders[1]), prompt)]
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(ours), pool.submit(native)
+    return model.to("cuda"), dtype, first.result(), second
+
+
+def test_replay_closes_most_of_the_gap(served: Served) -> None:
     """The kernels of both sides differ more than on a CPU: with replay the gap is smaller, and few experts change."""
-    model, dtype, completions = served
-    model = model.to("cuda")
+    model, dtype, completions, _ = served
     group = at_the_trainer(completions)
     shape, _ = unpack(completions[0].routed_experts or b"")
     without, _ = gaps(model, dtype, group, "off")
@@ -52,15 +72,10 @@ def test_replay_closes_most_of_the_gap(served: tuple[nn.Module, str, list[Comple
     assert torch.isfinite(replayed).all()
 
 
-def test_routed_experts_of_vllm(served: tuple[nn.Module, str, list[Completion]], tmp_path: Path) -> None:
-    model, dtype, completions = served
-    kind = "mixtral" if "Mixtral" in type(model).__name__ else "qwen3_moe"
-    near_ties(kind, tmp_path / "model", getattr(torch, dtype))
-    with mixture_server(tmp_path / "model", dtype, *NATIVE) as url:
-        native = [each for prompt in PROMPTS for each in sampled(url, str(tmp_path / "model"), prompt)]
-    model = model.to("cuda")
+def test_routed_experts_of_vllm(served: Served) -> None:
+    model, dtype, completions, native = served
     ours, changed = gaps(model, dtype, at_the_trainer(completions), "server")
-    theirs, theirs_changed = gaps(model, dtype, at_the_trainer(native), "server")
+    theirs, theirs_changed = gaps(model, dtype, at_the_trainer(native.result()), "server")
     print(f"{dtype}: {float(ours.abs().mean()):.2e} and {changed:.2%} with ours,", end=" ")
     print(f"{float(theirs.abs().mean()):.2e} and {theirs_changed:.2%} with vLLM's own")
     assert float(theirs.abs().mean()) <= 1.25 * float(ours.abs().mean()) + 1e-6

@@ -1,9 +1,11 @@
 """`python -m tests.integration.paired RANK FOLDER MODEL MEETING_PORT SERVER_PORTS [KEY=VALUE …]`: a trainer process.
 
 Each trainer process shares the weights of one server, or of one worker of a server. Rank 0 leads them through a few
-steps, or is the process of a test (`tests/shared_contract.py`).
+steps, or is the process of a test (`tests/shared_contract.py`). With several optimizers (`optimizer=adamw,adamw_8bit`)
+they train with one after the other.
 
-Each process writes `FOLDER/rankRANK.pt`: what it saw. `fault=WHAT` plants a fault into a rank other than 0.
+Each process writes `FOLDER/rankRANK.pt`: what it saw with each optimizer. `fault=WHAT` plants a fault into a rank other
+than 0.
 """
 
 from __future__ import annotations
@@ -52,13 +54,19 @@ def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], o
     workers = int(options.get("tensor_parallel_size", 1))
     address = f"tcp://127.0.0.1:{meeting}"
     own = {"trainer_rank": str(rank), "world_size": str(len(ports) * workers), "init_method": address}
-    config = settings(model, folder, ports[::-1] if fault == "another's server" else ports, **own, **options)
-    world = meet(config, address) if on_one_gpu else join(config, on_gpu=torch.cuda.is_available())
-    seen: dict[str, Any] = {}
+    ports = ports[::-1] if fault == "another's server" else ports
+    optimizers = options.pop("optimizer", "adamw").split(",")
+    first, *_ = configs = [settings(model, folder, ports, optimizer=each, **own, **options) for each in optimizers]
+    world = meet(first, address) if on_one_gpu else join(first, on_gpu=torch.cuda.is_available())
+    seen: list[dict[str, Any]] = []
     try:
-        lead(config, world, seen) if world.leads else follow(config, world, fault, seen)
+        with world:
+            for config in configs:
+                gc.collect()  # what the optimizer before had does not count
+                seen.append({})
+                lead(config, world, seen[-1]) if world.leads else follow(config, world, fault, seen[-1])
     except GrpoError as error:
-        seen["error"] = (type(error).__name__, str(error))
+        seen[-1]["error"] = (type(error).__name__, str(error))
     torch.save(seen, folder / f"rank{rank}.pt")
 
 
@@ -74,7 +82,7 @@ def meet(config: TrainConfig, address: str) -> World:
 def lead(config: TrainConfig, world: World, seen: dict[str, Any]) -> None:
     """Train a few steps, and ask every server after each; then save a checkpoint."""
     memory = Memory()
-    with world, Attached(config, world) as made:
+    with Attached(config, world) as made:
         memory.watch(made.trainer)
         seen["versions"] = [made.bridge.connect(made.progress.policy_version)]
         seen["noise"] = made.bridge.prove()
@@ -82,8 +90,8 @@ def lead(config: TrainConfig, world: World, seen: dict[str, Any]) -> None:
         for step in range(STEPS):
             one_step(made, step, seen)
         seen |= memory.counted(made.trainer, made.policy)
-        seen["weights"] = {name: tensor.detach().cpu() for name, tensor in made.checkpoints.weights_now().items()}
-        made.checkpoints.save(Progress(made.progress.step + STEPS, seen["versions"][-1]))
+        seen["weights"] = {name: tensor.cpu() for name, tensor in made.weights().items()}
+        made.checkpoints.save(Progress(seen["versions"][-1], seen["versions"][-1]))
 
 
 def one_step(made: Attached, step: int, seen: dict[str, Any]) -> None:
@@ -99,7 +107,7 @@ def one_step(made: Attached, step: int, seen: dict[str, Any]) -> None:
 def follow(config: TrainConfig, world: World, fault: str, seen: dict[str, Any]) -> None:
     """Make the calls of rank 0 until it leaves."""
     memory = Memory()
-    with world, ExitStack() as attaching:
+    with ExitStack() as attaching:
         if fault == EXCHANGED:
             attaching.enter_context(exchanged_shards())
         with Attached(config, world) as made:

@@ -62,12 +62,12 @@ def two(servers: list[Serving], tmp_path: Path) -> SharedContract:
     return SharedContract(servers, tmp_path, workers=2 // len(servers))
 
 
-def trained(servers: Sequence[Serving], folder: Path, *options: str) -> list[dict[str, Any]]:
-    """What each rank saw."""
+def trained(servers: Sequence[Serving], folder: Path, *options: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What both ranks saw with each optimizer."""
     ports = ",".join(server.url.rpartition(":")[2] for server in servers)
     words = [folder, servers[0].model_folder, free_port(), ports, *options]
     said_by(modules("tests.integration.paired", *([rank, *words] for rank in range(2))), [0, 0])
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    return list(zip(*(torch.load(folder / f"rank{rank}.pt") for rank in range(2)), strict=True))
 
 
 def alone(server: Serving, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -80,7 +80,7 @@ def alone(server: Serving, folder: Path) -> tuple[list[float], dict[str, torch.T
 
 
 def test_two_processes_train_as_one_on_one_copy_each(two: SharedContract) -> None:
-    first, second = trained(two.servers, two.folder, f"tensor_parallel_size={two.workers}")
+    ((first, second),) = trained(two.servers, two.folder, f"tensor_parallel_size={two.workers}")
     assert "error" not in first, first["error"]
     losses, weights = alone(two.servers[0], two.folder / "alone")
     assert first["losses"] == pytest.approx(losses, abs=1e-6)

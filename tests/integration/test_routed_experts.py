@@ -41,23 +41,28 @@ WAYS = [(kind, dtype) for kind in ("mixtral", "qwen3_moe") for dtype in ("float3
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: "-".join(way))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[nn.Module, str, list[Completion]]]:
+) -> tuple[nn.Module, str, list[Completion]]:
     """A model of near-ties, and completions of it, some of which the engine batches."""
     kind, dtype = request.param
     folder = tmp_path_factory.mktemp("moe")
     model = near_ties(kind, folder, getattr(torch, dtype))
     with mixture_server(folder, dtype, "--return-routed-experts") as url:
+        return model, dtype, completions_of(url, folder)
 
-        async def sample() -> list[list[Completion]]:
-            client = InferenceClient(ServerConfig(base_url=url, model_name=str(folder)), patience=5.0)
-            try:
-                sampling = Sampling(max_tokens=TOKENS)
-                first = await asyncio.gather(*(client.generate(each, 4, sampling) for each in PROMPTS))
-                return [*first, await client.generate(PROMPTS[1], 2, sampling)]  # a prompt from the cache
-            finally:
-                await client.close()
 
-        yield model, dtype, [each for some in asyncio.run(sample()) for each in some]
+def completions_of(url: str, folder: Path) -> list[Completion]:
+    """Completions of a server of the model in `folder`."""
+
+    async def sample() -> list[list[Completion]]:
+        client = InferenceClient(ServerConfig(base_url=url, model_name=str(folder)), patience=5.0)
+        try:
+            sampling = Sampling(max_tokens=TOKENS)
+            first = await asyncio.gather(*(client.generate(each, 4, sampling) for each in PROMPTS))
+            return [*first, await client.generate(PROMPTS[1], 2, sampling)]  # a prompt from the cache
+        finally:
+            await client.close()
+
+    return [each for some in asyncio.run(sample()) for each in some]
 
 
 @contextmanager
