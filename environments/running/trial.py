@@ -37,6 +37,8 @@ MOST_ITEMS: Final = 16
 """Items that are tried until a prompt leaves room for an answer; as many lost groups in a row end an environment."""
 MOST_REQUESTS: Final = 16
 """Requests of `evaluate` that are answered."""
+OF_ATROPOS: Final = ("config_init", "collect_trajectory", "wandb_log")
+"""Methods that a ported class may have kept."""
 LOOK_EVERY_S: Final = 0.5
 
 
@@ -144,6 +146,8 @@ async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tok
         if not type(env).evaluate.__module__.startswith("environments."):
             doing("evaluate()")
             found += await _try_evaluation(env)
+        for name in OF_ATROPOS:
+            found += f"; {name}() of Atropos is not called here" if hasattr(env_cls, name) else ""
         doing("close()")
         closing, env = env, None
         await closing.close()
@@ -161,13 +165,13 @@ async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tok
 
 
 async def _try_evaluation(env: BaseEnv[Any, Any]) -> str:
-    """Evaluate made-up answers; return what was seen, which is nothing where a server is needed."""
+    """Evaluate made-up answers; return what was seen."""
     env.server = MadeUpAnswers(env)
     try:
         metrics = await env.evaluate()
     except Exception as error:
         if _needs_server(error):
-            return ""
+            return f"; evaluate() was tried until it asked for more than the {MOST_REQUESTS} answers that a trial gives"
         raise (error.__cause__ if isinstance(error, EnvironmentFailed) else None) or error from None
     return f"; evaluate() returns {', '.join(map(str, metrics))}"
 

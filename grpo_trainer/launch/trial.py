@@ -121,7 +121,8 @@ class Trial:
             return f"environment {self.environment}: {self.found} (tried in {self.seconds:.1f} s)"
         return (
             f"environment {self.environment}: not tried to its end, {self.doing} runs longer than "
-            f"{self.seconds:.0f} s; `grpo env {self.environment} try` waits longer, --no-try leaves the trial out"
+            f"{self.seconds:.0f} s, so its scores and the size of its groups are not checked; "
+            f"`grpo env {self.environment} try` waits longer, --no-try leaves the trial out"
         )
 
 

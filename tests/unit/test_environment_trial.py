@@ -28,7 +28,7 @@ from environments.gsm8k import Gsm8kConfig
 from environments.multi_turn import MultiTurnConfig
 from environments.peers.inference import Completion
 from environments.running import cli
-from environments.running.trial import REPORT_VARIABLE, report
+from environments.running.trial import MOST_REQUESTS, REPORT_VARIABLE, report
 from environments.scoring import settled
 from grpo_common.errors import Problem
 from grpo_trainer.config.processes import RunConfig
@@ -175,7 +175,9 @@ def test_an_evaluation_is_tried_with_made_up_answers(model: Path, monkeypatch: p
     found = tried_here(EVALUATES.replace("[1]", "[1] * 100"), model, monkeypatch)["found"]
     assert found.endswith("; evaluate() returns accuracy, rows_failed")
     asks = CAPITALS + "\n    async def evaluate(self):\n        return await self.server.ask('/v1/models', {})\n"
-    assert tried_here(asks, model, monkeypatch)["found"].endswith(" scores 0")
+    assert str(MOST_REQUESTS) in tried_here(asks, model, monkeypatch)["found"].rpartition(";")[2]
+    kept = CAPITALS + "\n    @classmethod\n    def config_init(cls):\n        return {}\n"
+    assert "config_init()" in tried_here(kept, model, monkeypatch)["found"].rpartition(";")[2]
 
 
 WRAPS = """
@@ -194,7 +196,7 @@ WRAPS = """
 def test_an_evaluation_that_needs_a_server_may_say_so_by_another_error(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tried_here(CAPITALS + WRAPS, model, monkeypatch)["found"].endswith(" scores 0")
+    assert str(MOST_REQUESTS) in tried_here(CAPITALS + WRAPS, model, monkeypatch)["found"].rpartition(";")[2]
     wrong = WRAPS.replace("range(20)", "range(2)").replace('self.complete("x", 1)', "self.no_answer(1)")
     (problem,) = tried_here(CAPITALS + wrong, model, monkeypatch)["problems"]
     assert "evaluate()" in str(Problem(**problem))
