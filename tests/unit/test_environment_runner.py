@@ -272,6 +272,13 @@ async def cancels(env: Sums) -> wire.ScoredData | None:
     await task
 
 
+async def exits(env: Sums) -> wire.ScoredData | None:
+    async def score() -> None:
+        raise SystemExit(3)
+
+    await asyncio.gather(score())  # in a task of its own, as verifiers calls a reward
+
+
 async def hangs(env: Sums) -> wire.ScoredData | None:
     await Scoring(0.05).within("item", asyncio.Event().wait())
 
@@ -293,6 +300,7 @@ LOSSES = {
     "prompt too long": Loss(too_long, groups.LOSSES[PromptTooLong], "--env.max_token_length: got 100,"),
     "error": Loss(no_reward, "ZeroDivisionError", repr(ZeroDivisionError("no reward"))),
     "cancelled": Loss(cancels, "RuntimeError: CancelledError", "CancelledError"),
+    "exits": Loss(exits, "RuntimeError: SystemExit: 3", "SystemExit: 3"),
     "hangs": Loss(hangs, groups.LOSSES[ScoreTimeout], "--env.score_timeout: "),
     "never ends": Loss(never_ends, groups.LOSSES[GroupTimeout], "--env.group_timeout: got 0.2 s"),
     "refused by the API": Loss(made(NEGATIVE), "tokens[1][2]", "tokens[1][2]"),
