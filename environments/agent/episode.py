@@ -151,7 +151,8 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
         def end() -> None:
             kill_group(process)
             _end_all(own.key, began)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that has become another user's may not be killed
+                process.wait(HELD_S)
             until = time.monotonic() + HELD_S
             for reader in readers:
                 if reader.ident is not None:

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,32 @@ async def test_runner_stops_when_asked(
         stop.set()
     assert service.status().environments[0].connected == away
     assert away or not [record for record in caplog.records if record.levelno >= logging.WARNING]  # nothing was lost
+
+
+async def test_code_that_ignores_its_cancellation_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("GRACE_S", "GOODBYE_S"):
+        monkeypatch.setattr(runner, name, 0.05)
+    over, stop = asyncio.Event(), asyncio.Event()
+
+    async def clings(env: Sums) -> dict[str, Any]:
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+        return {}
+
+    env = Sums(config(), plain, clings)
+    stopped = asyncio.create_task(runner.until(stop, evaluate(env)))
+    await until(lambda: env.evaluated_at != [])
+    stop.set()
+    assert not await stopped
+    left = asyncio.create_task(env.evaluate())
+    await asyncio.sleep(0)
+    await runner._cancel([left])
+    assert not left.done() and [each.levelno for each in caplog.records if each.levelno > logging.INFO] == [30, 30]
+    over.set()
+    await left
 
 
 async def test_runner_ends_with_its_items() -> None:
