@@ -186,7 +186,7 @@ async def limited(seconds: float, work: Awaitable[T], late: Exception) -> T:
             await asyncio.wait({task}, timeout=GRACE_S)
 
 
-async def contained(work: Awaitable[T]) -> T:
+async def _contained(work: Awaitable[T]) -> T:
     """Return the result of `work`; an error that would end the process is raised as an ordinary exception.
 
     `exit()` is such an error, or a panic of a library in Rust.
@@ -199,9 +199,23 @@ async def contained(work: Awaitable[T]) -> T:
         raise as_exception(error) from error
 
 
+def contain_tasks() -> None:
+    """Have every later task of the running event loop contained, also those that libraries and users' code start.
+
+    asyncio ends the loop, and with it the process, when any task raises `SystemExit`.
+    """
+
+    def contained_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(_contained(work), loop=loop, **options)
+        task.add_done_callback(lambda _: work.close())  # one that was cancelled before it began
+        return task
+
+    asyncio.get_running_loop().set_task_factory(contained_task)
+
+
 def _task(work: Awaitable[T]) -> asyncio.Task[T]:
     """Return a task that is quiet about its error, and closes a coroutine that was cancelled before it began."""
-    task = asyncio.create_task(contained(work))
+    task = asyncio.create_task(_contained(work))
     task.add_done_callback(lambda done: done.cancelled() or done.exception())  # of one that is left behind, too
     if asyncio.iscoroutine(work):
         task.add_done_callback(lambda _: work.close())

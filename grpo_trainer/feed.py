@@ -96,6 +96,7 @@ class BatchFeed:
     def __exit__(self, *_: object) -> None:
         self._closing = True
         ahead, self._ahead = self._ahead, None
+        # The thread looks at `_closing` between requests, and each of these has a time limit.
         if ahead is not None and not ahead.cancel() and ahead.exception() is None:
             self.client.release(ahead.result().rollouts)
         self._thread.shutdown()

@@ -200,7 +200,7 @@ class StepWatch:
             yield
         finally:
             ended.set()
-            watching.join()
+            watching.join()  # it ends now, or is about to end the process
             self._expired = None
 
     def check(self) -> None:

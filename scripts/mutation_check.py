@@ -35,7 +35,7 @@ from queue import Queue
 from typing import Literal, NamedTuple
 from xml.etree import ElementTree
 
-import psutil
+from grpo_common.processes import kill_group
 
 LIBC = ctypes.CDLL(None)
 ROOT = Path(__file__).parents[1]
@@ -226,10 +226,7 @@ def _end(pytest: subprocess.Popen[bytes]) -> None:
             with suppress(subprocess.TimeoutExpired):
                 pytest.wait(END_S)
     finally:  # also if this program is interrupted again
-        # If it has ended, a process that has its number now is another one.
-        if pytest.returncode is None or not psutil.pid_exists(pytest.pid):
-            with suppress(ProcessLookupError):
-                os.killpg(pytest.pid, signal.SIGKILL)
+        kill_group(pytest)
         pytest.wait()
 
 

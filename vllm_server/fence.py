@@ -163,8 +163,11 @@ class Fence:
         return self._update is not None
 
     def check_healthy(self) -> None:
-        """Raise a ServeError, 503, while the state of the weights is unknown."""
+        """Raise a ServeError, 503, while the state of the weights is unknown, or the engine could not resume."""
         if self.fault is not None:
+            if not self.writable:
+                wanted = "an engine that generates"
+                raise ServeError(503, "generation", self.fault, wanted, "POST /bridge/resume, or restart the server")
             fix = "complete an update that writes all of them (a restarted trainer does that)"
             raise ServeError(503, "weights", self.fault, "weights in a known state", fix)
 
@@ -230,13 +233,16 @@ class Fence:
         """
         self.check_idle()
         self.check_awake()
-        self.check_healthy()
+        if self.writable:
+            self.check_healthy()
         ended, self.pauses = self.pauses, set()
         try:
             await self.engine.release()
         except BaseException:
             self.pauses |= ended
             raise
+        if not self.writable:  # its weights are as they were: it only could not resume before
+            self.fault = None
         self._pausing -= ended
         for pausing in ended:
             pausing.set()
@@ -317,27 +323,27 @@ class Fence:
         finally:
             self._settle()
 
-    async def _release(self) -> None:
+    async def _release(self, when: str = "") -> None:
         """Let the engine compute, unless a client paused it, it sleeps, or the state of the weights is unknown."""
         if self.fault is None and not self.paused and not self.asleep:
             try:
                 await self.engine.release()
-            except BaseException as error:  # new requests would wait for it for ever; an update heals it
-                if self.writable:
-                    self.fault = f"generation could not resume ({error!r})"
+            except BaseException as error:  # requests would wait for it for ever; an update or `resume` heals it
+                await self._poison(f"generation could not resume{when} ({error!r})")
                 raise
 
     async def _finish(self, update: Update, version: int) -> None:
+        when = " after an update"
         try:
             await self.engine.renew(recompute=update.in_flight == "recompute")
             self.updates += 1
             self.last_update_time = time.time()
             self.on_version(version)
-            self.fault = None
-            await self._release()
         except BaseException as error:
-            await self._poison(f"generation could not resume after an update ({error!r})")
+            await self._poison(f"generation could not resume{when} ({error!r})")
             raise
+        self.fault = None
+        await self._release(when)
         self._settle()
 
     def _time_is_up(self, update: Update) -> None:

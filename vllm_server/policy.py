@@ -9,7 +9,7 @@ A name is never activated twice, because it is the key of the engine's caches. `
 in-flight requests.
 """
 
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 from vllm_server.errors import ServeError
 from vllm_server.protocol import HIGHEST_VERSION, LONGEST_NAME, parse_version, version_name
@@ -59,22 +59,22 @@ def check_version(version: int) -> None:
 class PolicyRegistry:
     """Versions by name, in the order in which they were published."""
 
-    served_name: InitVar[str]  # the base model's name, as clients use it
+    served_name: str  # the base model's name, as clients use it
     lora_name: str  # versions are named `<lora_name>-v<N>`
-    aliases: InitVar[tuple[str, ...]] = ()  # further names that mean "the newest version"
+    aliases: tuple[str, ...] = ()  # further names that mean "the newest version"
     keep: int  # how many versions stay loaded; older ones retire
     capacity: int  # how many adapters the engine can hold at once; more than `keep`, for the one being loaded
-    base_version: InitVar[int] = 0  # the base model's version number
+    base_version: int = 0  # the base model's version number
     load_count: int = 0
 
-    def __post_init__(self, served_name: str, aliases: tuple[str, ...], base_version: int) -> None:
+    def __post_init__(self) -> None:
         if not 1 <= self.keep < self.capacity:
             raise ValueError(f"keep: got {self.keep} of capacity {self.capacity}, wanted 1 to {self.capacity - 1}")
-        self.base = Version(served_name, version=base_version, adapter_id=0, path="", loaded_at=0.0)
-        self._newest_aliases = {served_name, self.lora_name, *aliases}
+        self.base = Version(self.served_name, version=self.base_version, adapter_id=0, path="", loaded_at=0.0)
+        self._newest_aliases = {self.served_name, self.lora_name, *self.aliases}
         self._live: dict[str, Version] = {}  # active and draining, oldest first
         self._used_names: set[str] = set()
-        self._highest = base_version
+        self._highest = self.base_version
 
     @property
     def newest(self) -> Version:

@@ -8,7 +8,6 @@ import json
 import os
 import select
 import shlex
-import signal
 import ssl
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from environments.config import ConfigError
 from environments.scoring import Threads, error_of_code, in_thread, limited
 from environments.user_modules import function_of, module_of
 from grpo_common.errors import UserError
+from grpo_common.processes import kill_group
 from grpo_common.text import printable
 
 TASK_FILE: Final = "{task_file}"
@@ -149,12 +149,10 @@ async def _command(words: Sequence[str], url: str, task: Mapping[str, Any], own:
         readers = [Thread(target=keep_last, args=each, daemon=True) for each in outputs.items()]
 
         def end() -> None:
-            # A process that has ended may have left others in its group, but its number to a process of someone else.
-            if process.returncode is None or not psutil.pid_exists(process.pid):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
             _end_all(own.key, began)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that has become another user's may not be killed
+                process.wait(HELD_S)
             until = time.monotonic() + HELD_S
             for reader in readers:
                 if reader.ident is not None:

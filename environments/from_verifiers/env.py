@@ -34,7 +34,6 @@ from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled, Stream
 from environments.peers.inference import Completion
 from environments.running.evaluation import examine_each
-from environments.scoring import contained
 from environments.trajectory import Message, Trajectory, group_without_failed, oldest_version
 from grpo_common.errors import UserError
 from vllm_server.protocol.routed_experts import joined
@@ -161,7 +160,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         trouble: Any = "no turn of the policy"
         for _ in range(1 + self.config.episode_retries):
             async with self._episodes:
-                episode = await contained(self.environment.run_episode(task, self.context))
+                episode = await self.environment.run_episode(task, self.context)
             turns = {trace.id: self.engine.turns.pop(trace.id, []) for trace in episode.traces}
             trace = self._trained(episode)
             if trace is not None:

@@ -12,7 +12,7 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong, UnusableRow
 from environments.peers.http import PeerError, PeerRefused
 from environments.running.pace import RunningShare
-from environments.scoring import OF_CODE, ScoreTimeout, error_of_code, limited, settled
+from environments.scoring import OF_CODE, ScoreTimeout, contain_tasks, error_of_code, limited, settled
 from environments.trajectory import check_sampled_from_all, trained_tokens, truncated_of
 from grpo_common.errors import UserError
 
@@ -102,7 +102,8 @@ class Failures:
 
 
 async def set_up(env: BaseEnv[Any, Any]) -> None:
-    """Call `setup`; from then on the event loop is watched."""
+    """Call `setup`; no task that begins from now on ends the process, and after `setup` the event loop is watched."""
+    contain_tasks()
     await settled(env.setup())
     env.is_set_up = True
 

@@ -28,7 +28,7 @@ from environments.running.groups import EnvironmentFailed, GroupMaker, set_up
 from environments.running.metrics import Reporter, open_lines
 from environments.running.pace import InFlight, Limits, groups_to_start
 from environments.running.state import FOLDER, StateFiles, keep
-from environments.scoring import OF_CODE, error_of_code
+from environments.scoring import GRACE_S, OF_CODE, error_of_code
 from grpo_common.trace import lane, stage
 
 if TYPE_CHECKING:
@@ -61,7 +61,11 @@ async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
         if not task.done():
             log.info("stop requested")
             task.cancel()
-            await asyncio.wait({task})
+            done, _ = await asyncio.wait({task}, timeout=3 * (GRACE_S + GOODBYE_S))
+            if not done:
+                log.warning("setup(), evaluate() or the like ignores its cancellation: this process ends without it")
+    if not task.done():
+        return False
     if not task.cancelled():
         task.result()
     elif not stop.is_set():
@@ -391,8 +395,9 @@ class Runner:
             log.info("could not disconnect from the rollout API: %s", error or "no answer")
 
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
+    _, left = await asyncio.wait(tasks, timeout=GRACE_S) if tasks else ((), ())
+    if left:
+        log.warning("code of the environment ignores its cancellation: %d tasks are left behind", len(left))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from environments.config import ConfigError, PromptTooLong, Settings, UnusableRow
-from environments.running.groups import EnvironmentFailed
+from environments.running.groups import EnvironmentFailed, set_up
 from environments.scoring import settled
 from environments.user_modules import place, user_code_failed, users_frames
 from grpo_common.errors import UserError
@@ -141,7 +141,7 @@ async def try_out(env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tok
         env.data, env.rewards = settings.data, settings.rewards
         report().write(group_size=env.config.group_size if env.compares_answers else None)
         doing("setup()")
-        await settled(env.setup())
+        await set_up(env)
         found = await _try_items(env)
         if not type(env).evaluate.__module__.startswith("environments."):
             doing("evaluate()")

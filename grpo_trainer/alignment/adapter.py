@@ -314,15 +314,20 @@ def look_for_each_module(
         effects |= {name: row_N - whole_N for name, row_N in zip(names, without, strict=True)}
         if not start:
             rest_N = server_N - whole_N
+    rounding: list[str] = []  # modules whose effects stand for the rounding errors of one pass
     if len(rows) >= 2 * ALIKE:  # of fewer, each would be much of the mean, and have much of the tokens
         alike = sorted(rows, key=lambda name: float(effects[name].abs().median()))[:ALIKE]
         mean_N = torch.stack([rows[name] for name in alike]).mean(0)
         if (server_N - mean_N).abs().median() < NEARER_MEAN * rest_N.abs().median():
             rest_N, effects = server_N - mean_N, {name: row_N - mean_N for name, row_N in rows.items()}
+            rounding = alike
         eighth_N = torch.stack(list(effects.values())).abs().topk(ALIKE, 0).values[-1]
         kept_N = eighth_N.argsort()[: len(eighth_N) - int(FEW * len(eighth_N))]
         rest_N, effects = rest_N[kept_N], {name: effect_N[kept_N] for name, effect_N in effects.items()}
     least = max(SIGNIFICANCE / len(rest_N) ** 0.5, CLEARNESS**0.5) * float(rest_N.norm())
+    # The server lacks only what is not rounding in an effect, and that must be more than half (`_absent_share`).
+    variance = sum(float(effects[name].norm()) ** 2 for name in rounding) / (ALIKE - 1)
+    least = max(least, (2 * variance) ** 0.5)
     seen = sum(float(effect_N.norm()) > least for effect_N in effects.values())
     wrong: list[tuple[str, float]] = []
     # Effects resemble each other (q and k of a layer), so the part that one module explains is subtracted before the

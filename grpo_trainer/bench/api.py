@@ -145,7 +145,7 @@ def own_server(store: Path | None) -> Iterator[str]:
             process.wait(END_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            process.wait()  # it holds no device that could keep it
 
 
 def _open_run(options: ApiOptions, url: str) -> list[int]:
@@ -185,7 +185,7 @@ class _Roles:
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
             process.kill()
-            process.join()
+            process.join()  # it holds no device that could keep it
 
     def start(self, name: str, work: Callable[..., Any], *args: Any) -> None:
         """Start a process that calls `work` with its end of a pipe and the arguments."""
@@ -216,7 +216,7 @@ class _Roles:
             kind, value = self._pipes[sender].recv()
         except (EOFError, OSError):
             process = self._processes[sender]
-            process.join()
+            process.join(END_S)  # only its end closes its pipe
             kind, value = "failed", f"exit code {process.exitcode}"
         if kind == "failed":
             for _ in range(20):  # a process that is killed closes its connections a moment before it has ended

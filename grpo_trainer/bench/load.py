@@ -101,7 +101,7 @@ def generating(demand: Demand) -> Iterator[None]:
         check()
     finally:
         process.kill()  # it holds nothing worth an orderly end
-        process.join()
+        process.join()  # no device could keep it
     wait_for(False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +13,11 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from grpo_common.errors import Problem
-from grpo_trainer.config.options import Ranges, Section, option
+from grpo_trainer.config.options import Ranges, Section, option, warn
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight, refusals, servable_rank
 from vllm_server.protocol.channels import Staging, Transport, WeightTransport
 from vllm_server.protocol.flat import decode_header, read_header
-
-log = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -101,7 +98,7 @@ class LoraOptions(Section):
     @classmethod
     def _no_dropout(cls, value: float) -> float:
         if value:
-            log.warning("--lora-dropout: got %g, taken as 0: the server samples without dropout", value)
+            warn("--lora-dropout: got %g, taken as 0: the server samples without dropout", value)
         return 0.0
 
     @field_validator("lora_target_modules", mode="before")

@@ -233,9 +233,15 @@ def merged(root: type[Section], *layers: Layer) -> Layer:
             if gone := [key for key, of in others.items() if former in of and now not in of]:
                 names = ", ".join(result.pop(key).flag for key in gone)
                 flag = by_name(root)[mode_key].flags[0]
-                log.warning("%s %s: left out the file's %s, which belong to its mode", flag, now, names)
+                warn("%s %s: left out the file's %s, which belong to its mode", flag, now, names)
         result = {**result, **layer}
     return result
+
+
+def warn(text: str, *values: object) -> None:
+    """Log a warning about options. Of the trainers that torchrun starts with the same options, the first one does."""
+    if os.environ.get("RANK", "0") == "0":
+        log.warning(text, *values)
 
 
 def _mode(root: type[Section], layer: Layer) -> str | None:

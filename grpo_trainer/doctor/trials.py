@@ -9,22 +9,38 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
+from grpo_trainer.launch.process import HELD_SECONDS
+from grpo_trainer.signals import running_time
+
 SECONDS = 120
+LOOK_SECONDS = 1.0
 ELEMENTS = 1 << 20
 MODULE = "grpo_trainer.doctor.trials"
 
 
 def tried(what: str) -> str | None:
     """Make a trial; return why it failed, None: it did not."""
+    ended = ran([sys.executable, "-m", MODULE, what])
+    return f"no answer within {SECONDS} s" if ended is None else failure(*ended)
+
+
+def ran(command: list[str]) -> tuple[int, str, str] | None:
+    """Return a process's exit code and what it wrote; None: it took more than `SECONDS` of `running_time`."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", MODULE, what], capture_output=True, text=True, timeout=SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {SECONDS} s"
-    return failure(done.returncode, done.stdout, done.stderr)
+        until = running_time() + SECONDS
+        while running_time() < until:
+            with suppress(subprocess.TimeoutExpired):
+                said = process.communicate(timeout=LOOK_SECONDS)
+                return process.returncode, *said
+    finally:
+        process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(HELD_SECONDS)
+    return None
 
 
 def failure(code: int, out: str, err: str) -> str | None:
@@ -45,10 +61,12 @@ def give_memory() -> bool:
     # Handles and events are bytes; JSON wants text.
     words = [each.hex() if isinstance(each, bytes) else each for each in shared]
     child = [sys.executable, "-m", MODULE, "ipc", json.dumps(words)]
-    done = subprocess.run(child, capture_output=True, text=True, timeout=SECONDS, check=False)
-    sys.stderr.write(done.stderr)
+    ended = ran(child)  # the memory must not be freed before
+    if ended is None:
+        return False
+    sys.stderr.write(ended[2])
     torch.cuda.synchronize()
-    return done.returncode == 0 and bool((tensor == 7).all())
+    return ended[0] == 0 and bool((tensor == 7).all())
 
 
 def take_memory(words: list[Any]) -> bool:
@@ -79,7 +97,8 @@ def give_broadcast() -> bool:
     child = [sys.executable, "-m", MODULE, "nccl", identity.hex()]
     with subprocess.Popen(child, stdout=subprocess.DEVNULL) as process:
         try:
-            return broadcast(0, identity) and process.wait(SECONDS) == 0
+            # The second process ends by itself right after the broadcast, or `tried` ends this one.
+            return broadcast(0, identity) and process.wait() == 0
         finally:
             process.kill()
 

@@ -24,6 +24,7 @@ import httpx
 import msgspec
 import psutil
 
+from grpo_common.processes import kill_group
 from grpo_common.redaction import redacted_arguments, redacted_text
 from grpo_common.status import TRAINED, VARIABLE, Notice, Status, parse
 from grpo_common.text import printable
@@ -140,10 +141,7 @@ class Process:
     def kill(self) -> None:
         """Kill the rest of its process group and of its family, and wait until they are gone."""
         self.note_family()
-        # Where SIGCHLD is ignored the kernel keeps no zombie: its number may be that of another process by now.
-        if self.popen.returncode is None or not psutil.pid_exists(self.pid):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        kill_group(self.popen)
         for relative in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 relative.kill()

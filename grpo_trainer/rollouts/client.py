@@ -247,7 +247,7 @@ class RolloutClient:
         """Close the connection; remaining leases expire, or pass to the next trainer that registers."""
         self.let_leases_run_out()
         if self._keeper is not None:
-            self._keeper.join()
+            self._keeper.join()  # at most for one request, which has a time limit
         self._http.close()
 
     def _note_lost(self, batch_id: str, answer: httpx.Response, *, resumed: bool = False) -> None:

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,9 @@ class Checkpoints:
     """History of gradient norms."""
     shards: ShardedStates | None = None
     """This process's shards; None: neither weights nor optimizer states are sharded."""
-    snapshot: InitVar[Snapshot | None] = None
+    snapshot: Snapshot = field(default_factory=Snapshot)
     """The copy that is written in the background."""
-    clock: InitVar[Callable[[], float]] = time.monotonic
+    clock: Callable[[], float] = time.monotonic
     """Clock in seconds, for checkpoints by time."""
     world: World = field(default_factory=World)
     """The processes that train together."""
@@ -88,11 +88,10 @@ class Checkpoints:
     _serving: Path | None = None
     _write_seconds: float | None = None
 
-    def __post_init__(self, snapshot: Snapshot | None, clock: Callable[[], float]) -> None:
+    def __post_init__(self) -> None:
         self._device = next(self.policy.model.parameters()).device
-        self._snapshot = snapshot or Snapshot()
         self._writer = BackgroundWriter()
-        self._schedule = Schedule(self.config.interval_steps, self.config.interval_seconds, clock)
+        self._schedule = Schedule(self.config.interval_steps, self.config.interval_seconds, self.clock)
 
     # Saving
 
@@ -131,10 +130,10 @@ class Checkpoints:
         path = self._path(progress.step)
         tree = self._tree()
         in_background = self.config.background_writes
-        if in_background and self._snapshot.wants_room(tree):
+        if in_background and self.snapshot.wants_room(tree):
             self._writer.start(lambda: self._make_room(tree))
             return {}  # postponed until there is room
-        copy = self._snapshot.take(tree) if in_background else None
+        copy = self.snapshot.take(tree) if in_background else None
         if copy is None:
             self._write(path, progress, tree)
         else:
@@ -145,7 +144,7 @@ class Checkpoints:
     def _make_room(self, tree: dict[str, Any]) -> None:
         """Allocate the copy's memory. A thread uses the first GPU by default, so select the trainer's."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            self._snapshot.make_room(tree)
+            self.snapshot.make_room(tree)
 
     def save(self, progress: Progress, *, final: bool = False) -> Path:
         """Write a checkpoint, then prune older ones to `--keep-checkpoints`; it is on the disk when this returns.
@@ -195,7 +194,7 @@ class Checkpoints:
             OSError: it could not be written.
         """
         if self._writer.wait(seconds):
-            self._snapshot.close()
+            self.snapshot.close()
 
     def _tree(self) -> dict[str, Any]:
         """Return everything that is saved. The tensors are not copies: the next update changes them."""

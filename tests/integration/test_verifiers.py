@@ -135,7 +135,7 @@ def packages(tmp_path: Path) -> dict[str, str]:
     (place / "plain_sums.py").write_text(ENVIRONMENT)
     (place / "tool_sums.py").write_text(WITH_TOOL)
     judged = "return float(trace.last_reply == self.data.answer)"
-    (place / "lost_sums.py").write_text(ENVIRONMENT.replace(judged, 'raise ValueError("no judge")'))
+    (place / "lost_sums.py").write_text(ENVIRONMENT.replace(judged, 'raise SystemExit("no judge")'))
     return {"PYTHONPATH": f"{place}:{ROOT}", "HF_HUB_OFFLINE": "1"}
 
 

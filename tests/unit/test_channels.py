@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec import structs
 from safetensors.torch import load
 
@@ -38,7 +39,7 @@ from tests.golden.models import random_model
 from tests.unit.factories import OURS, refusing, worker
 from tests.unit.factories import bridge_info as info
 from tests.unit.tiny_lora import fill_b, tiny_lora
-from vllm_server.protocol import BridgeInfo, LoraLoadRequest, LoraLoadResponse, machine_id
+from vllm_server.protocol import BridgeInfo, LoraLoadRequest, LoraLoadResponse, group, machine_id
 from vllm_server.protocol.channels import ChannelRequest, ChannelResponse, GroupSpec, Transport, WeightTransport
 from vllm_server.protocol.group import NcclError
 from vllm_server.worker.channels import AdapterChannel
@@ -232,6 +233,22 @@ def test_gloo_to_a_server_that_has_ended() -> None:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     with refusing(ServerError, url):
         Group(replace(model_way(), url=url), "gloo")
+
+
+def test_gloo_where_names_are_not_found_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured: with a name server that is silent, torch looked for 10 s for the name of this machine's own address."""
+
+    def late(*_: Any, **__: Any) -> Any:
+        raise dist.DistNetworkError("timed out after 30000ms\nframe #0")
+
+    monkeypatch.setattr(group, "TCPStore", late)
+    spec = GroupSpec(backend="gloo", meet="127.0.0.1:1", world_size=2)
+    monkeypatch.setattr(group, "address_towards", lambda host, port: host)
+    words = ["30000ms (after", "getent hosts 127.0.0.1"]
+    for joining in (lambda: group.meeting("gloo", 2, "127.0.0.1"), lambda: group.Group(spec, 1, CPU)):
+        with refusing(group.GroupError, "Gloo store at 127.0.0.1", words=words) as error:
+            joining()
+        assert "frame" not in str(error.value)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from grpo_trainer.doctor.before_start import (
     refuse_without_room,
 )
 from grpo_trainer.doctor.checks import SUPPORTED, as_json, examine, fails, print_findings
+from grpo_trainer.doctor.trials import tried
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
 from grpo_trainer.launch.trial import trying
 from grpo_trainer.machine import Gpu, Machine, links_in_words, list_gpus, look
@@ -486,6 +487,16 @@ def test_what_a_trial_says() -> None:
     assert trials.failure(0, 'noise\n{"ok": true}\n', "") is None
     assert trials.failure(1, '{"ok": false}', "Traceback\nRuntimeError: no handle") == "RuntimeError: no handle"
     assert trials.failure(-11, "", "") == "exit code -11"  # a crash says nothing
+
+
+def test_a_trial_counts_no_time_in_which_the_machine_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "SECONDS", 0.001)
+    monkeypatch.setattr(trials, "MODULE", "calendar")
+    monkeypatch.setattr(trials, "running_time", lambda: 0.0)
+    assert tried("2026") == "exit code 0", "it ran to its end, and said nothing of a trial"
+    times = iter((0.0, 0.0))
+    monkeypatch.setattr(trials, "running_time", lambda: next(times, 1.0))
+    assert trials.ran(["sleep", "600"]) is None
 
 
 def test_trials_that_fail(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

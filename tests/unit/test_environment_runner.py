@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,6 +224,32 @@ async def test_runner_stops_when_asked(
     assert away or not [record for record in caplog.records if record.levelno >= logging.WARNING]  # nothing was lost
 
 
+async def test_code_that_ignores_its_cancellation_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("GRACE_S", "GOODBYE_S"):
+        monkeypatch.setattr(runner, name, 0.05)
+    over, stop = asyncio.Event(), asyncio.Event()
+
+    async def clings(env: Sums) -> dict[str, Any]:
+        while not over.is_set():
+            with suppress(asyncio.CancelledError):
+                await over.wait()
+        return {}
+
+    env = Sums(config(), plain, clings)
+    stopped = asyncio.create_task(runner.until(stop, evaluate(env)))
+    await until(lambda: env.evaluated_at != [])
+    stop.set()
+    assert not await stopped
+    left = asyncio.create_task(env.evaluate())
+    await asyncio.sleep(0)
+    await runner._cancel([left])
+    assert not left.done() and [each.levelno for each in caplog.records if each.levelno > logging.INFO] == [30, 30]
+    over.set()
+    await left
+
+
 async def test_runner_ends_with_its_items() -> None:
     service, env = await started(), Sums(config(), plain)
     env.items = iter(range(3))
@@ -272,6 +298,13 @@ async def cancels(env: Sums) -> wire.ScoredData | None:
     await task
 
 
+async def exits(env: Sums) -> wire.ScoredData | None:
+    async def score() -> None:
+        raise SystemExit(3)
+
+    await asyncio.gather(score())  # in a task of its own, as verifiers calls a reward
+
+
 async def hangs(env: Sums) -> wire.ScoredData | None:
     await Scoring(0.05).within("item", asyncio.Event().wait())
 
@@ -293,6 +326,7 @@ LOSSES = {
     "prompt too long": Loss(too_long, groups.LOSSES[PromptTooLong], "--env.max_token_length: got 100,"),
     "error": Loss(no_reward, "ZeroDivisionError", repr(ZeroDivisionError("no reward"))),
     "cancelled": Loss(cancels, "RuntimeError: CancelledError", "CancelledError"),
+    "exits": Loss(exits, "RuntimeError: SystemExit: 3", "SystemExit: 3"),
     "hangs": Loss(hangs, groups.LOSSES[ScoreTimeout], "--env.score_timeout: "),
     "never ends": Loss(never_ends, groups.LOSSES[GroupTimeout], "--env.group_timeout: got 0.2 s"),
     "refused by the API": Loss(made(NEGATIVE), "tokens[1][2]", "tokens[1][2]"),

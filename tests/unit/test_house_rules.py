@@ -63,6 +63,12 @@ def test_no_pattern_has_a_possessive_repeat_of_a_group(package: str) -> None:
                 assert not possessive.search(text), (path, text)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_looks_like_a_field_is_one(package: str) -> None:
+    """An `InitVar` with a default is an attribute of the class: an instance shows the default, whatever it got."""
+    assert not [path for path in sources(package) if "dataclasses.InitVar" in imports(path)]
+
+
 SETTINGS_CHECK = "environments.running.settings_check"
 
 

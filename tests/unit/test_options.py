@@ -196,9 +196,12 @@ def test_names_and_defaults_are_the_predecessors() -> None:
     }
 
 
-def test_options_of_adapters(caplog: pytest.LogCaptureFixture) -> None:
-    assert of_train({**LORA, "lora_dropout": "0.05"}).lora_dropout == 0
+def test_options_of_adapters(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in "012":
+        monkeypatch.setenv("RANK", rank)
+        assert of_train({**LORA, "lora_dropout": "0.05"}).lora_dropout == 0
     assert [each.levelname for each in caplog.records] == ["WARNING"] and "--lora-dropout: got 0.05" in caplog.text
+    monkeypatch.delenv("RANK")
 
     by_trainer = {"ratio_against": "trainer"}
     cases = {"none": {}, "truncate": by_trainer, "mask": by_trainer | {"is_correction": "mask"}}

@@ -249,9 +249,12 @@ def rounding(number: int) -> Tensor:
     return torch.randn(TOKENS, generator=torch.Generator().manual_seed(number))
 
 
-def looked(sizes: Tensor, absent: tuple[int, ...] = (), seed: int = 0, outlier: float = 0.0) -> Presence:
+def looked(
+    sizes: Tensor, absent: tuple[int, ...] = (), seed: int = 0, outlier: float = 0.0, servers: float = 1.0
+) -> Presence:
     """The findings for modules with effects of `sizes` rounding errors, if the server lacks those in `absent`, and if
-    the trainer's whole pass has an `outlier` in one token."""
+    the trainer's whole pass has an `outlier` in one token. The server's rounding errors are `servers` times as large.
+    """
     effects_MN = sizes[:, None] * torch.randn(MODULES, TOKENS, generator=torch.Generator().manual_seed(10_000 + seed))
 
     def logprobs(present_M: Tensor) -> Tensor:
@@ -265,7 +268,7 @@ def looked(sizes: Tensor, absent: tuple[int, ...] = (), seed: int = 0, outlier: 
 
     served_M = torch.ones(MODULES)
     served_M[list(absent)] = 0.0
-    server_N = served_M @ effects_MN + rounding(-1 - seed)
+    server_N = served_M @ effects_MN + servers * rounding(-1 - seed)
     return look_for_each_module([str(number) for number in range(MODULES)], server_N, logprobs_without, at_once=7)
 
 
@@ -275,6 +278,13 @@ def test_presence_rounding_errors_are_no_missing_module(size: float, seed: int) 
     """Effect and difference share them."""
     found = looked(torch.full((MODULES,), size), seed=seed)
     assert (found.wrong, found.seen) == ((), 0 if size < 1.0 else MODULES)
+
+
+def test_presence_counts_no_module_that_it_would_not_find() -> None:
+    """The server rounds less: what it lacks of an effect is not the rounding, here 1 of 1 + 0, 1 + 1/4 and 1 + 9."""
+    sizes = torch.tensor([0.0, 0.5, 3.0]).repeat(MODULES // 3 + 1)[:MODULES]
+    assert [looked(sizes, (absent,), servers=0.3).wrong != () for absent in range(3)] == [False, False, True]
+    assert looked(sizes, servers=0.3).seen == len(sizes[2::3])
 
 
 @pytest.mark.parametrize("outlier", [0.0, 60.0], ids=["normal errors", "one huge error"])

@@ -63,7 +63,7 @@ def saver(
     one: Trainer, folder: Path, *, policy: Weights | None = None, snapshot: Snapshot | None = None, **options: object
 ) -> Checkpoints:
     config = CheckpointConfig.model_validate({"save_path": folder, "resume": "auto", "keep_checkpoints": 0, **options})
-    return Checkpoints(config, policy or weights_of(one), one.optimizer, snapshot=snapshot)
+    return Checkpoints(config, policy or weights_of(one), one.optimizer, snapshot=snapshot or Snapshot())
 
 
 def disk_is_full() -> None:

@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from environments.api import wire
@@ -129,6 +130,21 @@ async def test_a_queue_of_format_1_is_taken_over_whole(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         assert names == {"items", "payloads", "sqlite_sequence"}
+
+
+async def test_a_lease_of_format_1_that_had_a_deadline_has_the_usual_time(path: Path) -> None:
+    """The first versions wrote when it would run out, by a clock that tells nothing of now, and nothing of a holder."""
+    write_format_1(path)
+    first = {"batch_id": "de5170cb9015447a", "groups": [13, 14, 15, 16], "deadline": 12.5, "request": "r"}
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE leases SET body = ? WHERE batch_id = 'de5170cb9015447a'", (msgspec.msgpack.encode(first),))
+        db.commit()
+    with serving(path, timer=lambda: 3.0) as service:
+        lease = service.queue.leases["de5170cb9015447a"]
+        assert (lease.groups, lease.request, lease.holder, lease.trained) == ((13, 14, 15, 16), "r", None, False)
+        assert service.queue.deadlines[lease.batch_id] == 603.0  # now, and 600 s
+        service.queue.tick(603.0)
+        assert {13, 14, 15, 16} <= service.queue.line.keys()
 
 
 def altered(statement: str) -> Callable[[Path], None]:

@@ -388,7 +388,7 @@ def test_process_keeps_its_number_until_it_is_killed_and_ends_nothing_that_has_i
     wait_for("the end of what it left", lambda: not alive([left]), child.log_path, 60)
     assert child.exit_code == 0 and not psutil.pid_exists(child.pid)
     another = subprocess.Popen(["sleep", "300"], start_new_session=True)
-    child.pid = another.pid
+    child.pid = child.popen.pid = another.pid
     try:
         child.end(1.0)
         with pytest.raises(subprocess.TimeoutExpired):

@@ -207,13 +207,26 @@ def address_towards(host: str, port: int) -> str:
 def meeting(backend: Literal["nccl", "gloo"], world_size: int, host: str) -> tuple[GroupSpec, TCPStore | None]:
     """Return how the ranks meet, and the store at which they do, on a free port of `host`. Only rank 0 calls this.
 
-    Raise an NcclError if this process has no NCCL.
+    Raise an NcclError if this process has no NCCL, a GroupError if the store can't be made.
     """
     if backend == "nccl":
         return GroupSpec(backend=backend, meet=b64encode(unique_id()).decode(), world_size=world_size), None
-    limit = timedelta(seconds=JOIN_SECONDS)
-    store = TCPStore(host, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+    store = _store(host, 0, world_size, is_master=True)
     return GroupSpec(backend=backend, meet=f"{host}:{store.port}", world_size=world_size), store
+
+
+def _store(host: str, port: int, world_size: int, *, is_master: bool) -> TCPStore:
+    """Return a store, or raise a GroupError: torch also looks up the name of an address, beyond its time limit."""
+    limit, began = timedelta(seconds=JOIN_SECONDS), time.monotonic()
+    try:
+        return TCPStore(host, port, world_size, is_master=is_master, timeout=limit, wait_for_workers=not is_master)
+    except RuntimeError as error:
+        raise GroupError(
+            field=f"Gloo store at {host}",
+            got=f"{str(error).strip().partition(chr(10))[0]} (after {time.monotonic() - began:.0f} s)",
+            wanted=f"a connection within {JOIN_SECONDS:.0f} s, in which names are looked up, too",
+            fix=f"check that the other side runs, and that `getent hosts {host}` answers at once",
+        ) from error
 
 
 class Group:
@@ -249,8 +262,8 @@ class Group:
             self._nccl.wait(torch.cuda.current_stream(device).query, abandoned)
             return
         host, _, port = spec.meet.rpartition(":")
-        own, limit = host if store is not None else address_towards(host, int(port)), timedelta(seconds=JOIN_SECONDS)
-        self._store = store or TCPStore(host, int(port), spec.world_size, is_master=False, timeout=limit)
+        own = host if store is not None else address_towards(host, int(port))
+        self._store = store or _store(host, int(port), spec.world_size, is_master=False)
         gloo: Any = dist.ProcessGroupGloo
         settings = gloo._Options()
         settings._devices = [gloo.create_device(hostname=own)]

@@ -1,0 +1,22 @@
+"""Processes that this program has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+
+def kill_group(leader: subprocess.Popen[Any]) -> None:
+    """Kill what is left of the group of a process that was started in a new session.
+
+    Until the leader is waited for, its number is its own, and so is that of its group. Afterwards the kernel gives the
+    number to a new process only once the group is empty: a group of that number is then another one.
+    """
+    if leader.returncode is None or not psutil.pid_exists(leader.pid):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader.pid, signal.SIGKILL)
