@@ -202,11 +202,25 @@ async def _contained(work: Awaitable[T]) -> T:
 def contain_tasks() -> None:
     """Have every later task of the running event loop contained, also those that libraries and users' code start.
 
-    asyncio ends the loop, and with it the process, when any task raises `SystemExit`.
+    asyncio ends the loop, and with it the process, when any task raises `SystemExit`. Such an error is logged, once
+    each: nobody may look at the task's result.
     """
+    said: set[str] = set()
+
+    async def contained(work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await _contained(work)
+        except RuntimeError as error:
+            ended = error.__cause__
+            if not isinstance(ended, Exception | asyncio.CancelledError | None) and repr(ended) not in said:
+                said.add(repr(ended))
+                log.error("a task of the environment's code ended with %r; what waits for it gets this error", ended)
+            raise
 
     def contained_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
-        task = asyncio.Task(_contained(work), loop=loop, **options)
+        if not asyncio.iscoroutine(work):
+            return asyncio.Task(work, loop=loop, **options)
+        task = asyncio.Task(contained(work), loop=loop, **options)
         task.add_done_callback(lambda _: work.close())  # one that was cancelled before it began
         return task
 

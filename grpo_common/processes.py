@@ -14,8 +14,9 @@ import psutil
 def kill_group(leader: subprocess.Popen[Any]) -> None:
     """Kill what is left of the group of a process that was started in a new session.
 
-    Until the leader is waited for, its number is its own, and so is that of its group. Afterwards the kernel gives the
-    number to a new process only once the group is empty: a group of that number is then another one.
+    Until the leader is waited for (where SIGCHLD is not ignored), its number is its own, and so is that of its group.
+    Afterwards the kernel gives the number to a new process only once the group is empty: a group of that number is then
+    another one.
     """
     if leader.returncode is None or not psutil.pid_exists(leader.pid):
         with suppress(ProcessLookupError, PermissionError):

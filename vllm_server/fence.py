@@ -235,13 +235,13 @@ class Fence:
         self.check_awake()
         if self.writable:
             self.check_healthy()
-        ended, self.pauses = self.pauses, set()
+        fault, ended, self.pauses = self.fault, self.pauses, set()
         try:
             await self.engine.release()
         except BaseException:
             self.pauses |= ended
             raise
-        if not self.writable:  # its weights are as they were: it only could not resume before
+        if not self.writable and self.fault is fault:  # its weights are as they were: it only could not resume before
             self.fault = None
         self._pausing -= ended
         for pausing in ended:
@@ -325,11 +325,13 @@ class Fence:
 
     async def _release(self, when: str = "") -> None:
         """Let the engine compute, unless a client paused it, it sleeps, or the state of the weights is unknown."""
+        update = self._update
         if self.fault is None and not self.paused and not self.asleep:
             try:
                 await self.engine.release()
             except BaseException as error:  # requests would wait for it for ever; an update or `resume` heals it
-                await self._poison(f"generation could not resume{when} ({error!r})")
+                if self._update is update:  # else one has begun meanwhile, whose end resumes
+                    await self._poison(f"generation could not resume{when} ({error!r})")
                 raise
 
     async def _finish(self, update: Update, version: int) -> None:
@@ -347,6 +349,8 @@ class Fence:
         self._settle()
 
     def _time_is_up(self, update: Update) -> None:
+        if update is not self._update:
+            return
         self._stop_clock(update)
         why = f"it did not end within {update.timeout_s:g} s: the trainer is presumed dead"
         tearing = asyncio.get_running_loop().create_task(self._tear(why))
@@ -358,14 +362,15 @@ class Fence:
 
     async def _poison(self, fault: str) -> None:
         """End the update, and in-flight requests with it: they may never get valid weights."""
-        self.fault = fault
+        self.fault, update = fault, self._update
         logger.error("Generation is refused: %s", fault)
         try:
             await self.engine.hold(abort=True)
         except Exception:  # the fault is known, and matters more
             logger.exception("Requests in flight could not be ended")
         finally:
-            self._settle()
+            if self._update is update:
+                self._settle()
 
     def _stop_clock(self, update: Update) -> None:
         update.ending = True

@@ -24,8 +24,8 @@ logger = logging.getLogger("vllm.grpo.routes")  # below "vllm": vLLM's handler a
 @route("GET", protocol.HEALTH_ROUTE)
 async def health(server: PolicyServer) -> None:
     """Answer 200, or 503 if the engine, a publish or an update of shared weights has failed. vLLM's asks the engine."""
-    server.check_healthy()
     await server.check_engine()
+    server.check_healthy()
 
 
 @route("GET", protocol.BRIDGE_INFO_ROUTE)

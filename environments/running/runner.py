@@ -171,8 +171,13 @@ class Runner:
         return StateFiles(folder, self.config.wandb_name or self.env.name) if folder else None
 
     def _save_state(self, step: int) -> None:
-        files = self._state_files()
-        if files and (state := self.env.state()):
+        if (files := self._state_files()) is None:
+            return
+        try:
+            state = self.env.state()
+        except OF_CODE as error:
+            raise error_of_code(error) from error
+        if state:
             files.save(step, state)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -363,7 +368,8 @@ class Runner:
     # ------------------------------------------------------------ the end
 
     async def _leave(self) -> None:
-        """Stop generation, post scored groups and disconnect, within about two seconds."""
+        """Stop generation, post scored groups and disconnect, within about two seconds if no code of the environment
+        ignores its cancellation."""
         await _cancel(self._doing("", "making"))
         if posting := self._doing("posting"):
             await asyncio.wait(posting, timeout=GOODBYE_S)

@@ -38,6 +38,8 @@ def ran(command: list[str]) -> tuple[int, str, str] | None:
                 return process.returncode, *said
     finally:
         process.kill()
+    for pipe in filter(None, (process.stdout, process.stderr)):
+        pipe.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(HELD_SECONDS)
     return None

@@ -133,6 +133,18 @@ async def test_runner_delivers_until_the_trainer_has_done_its_steps(caplog: pyte
     assert re.search(r"\b4 groups .*\b0\.500, 2\.0 tokens", caplog.text)
 
 
+async def test_runner_ends_where_state_exits(tmp_path: Path) -> None:
+    class Exits(Sums):
+        def state(self) -> dict[str, Any]:
+            raise SystemExit(3)
+
+    service = await started(msgspec.structs.replace(TRAINER, save_checkpoint_interval=1))
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        async with running(Exits(config(state_dir=tmp_path), plain), service) as environment:
+            await train(service, 2, environment)
+            await until(environment.done)
+
+
 @pytest.mark.parametrize("stuck", [False, True])
 async def test_runner_says_what_is_missing(
     stuck: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -463,6 +463,29 @@ async def test_fence_of_an_engine_that_does_not_go_on_either_refuses_requests(wr
 
 
 @story
+async def test_fence_update_outlives_a_resume_that_failed_before_it_began() -> None:
+    fence, tokens = fence_on(engine := Engine()), list[str]()
+    releases = engine.release
+
+    async def pause(mode: str) -> None:
+        await fence.resume()  # a client ends this pause, then it fails, and so does what undoes it
+        engine.release = release
+        raise EngineFault
+
+    async def release() -> None:
+        engine.release = releases
+        tokens.append((await fence.begin(begin())).token)
+        raise EngineFault
+
+    engine.pause = pause
+    with pytest.raises(EngineFault):
+        await fence.pause("wait")
+    assert fence.updating and fence.fault is None
+    await fence.end(end(tokens[0]))
+    await fence.passage()
+
+
+@story
 async def test_fence_is_open_if_the_trainer_leaves_before_its_update_has_begun() -> None:
     """Nobody would end the update: it would count as torn."""
     fence, left = fence_on(engine := Engine()), asyncio.Event()

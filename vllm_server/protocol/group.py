@@ -225,7 +225,8 @@ def _store(host: str, port: int, world_size: int, *, is_master: bool) -> TCPStor
             field=f"Gloo store at {host}",
             got=f"{str(error).strip().partition(chr(10))[0]} (after {time.monotonic() - began:.0f} s)",
             wanted=f"a connection within {JOIN_SECONDS:.0f} s, in which names are looked up, too",
-            fix=f"check that the other side runs, and that `getent hosts {host}` answers at once",
+            fix=f"check that {f'{host} is of this machine' if is_master else 'the other side runs'}, and that "
+            f"`getent hosts {host}` answers at once",
         ) from error
 
 
