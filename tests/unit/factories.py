@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import shlex
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -118,16 +116,6 @@ def refusing(
     for part, value in {"field": field, "status": status, "got": got, "wanted": wanted}.items():
         assert value is None or getattr(error, part) == value
     assert all(word in f"{error.summary} {error.got} {error.wanted} {error.fix}" for word in words)
-
-
-def story(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """A test that is a coroutine."""
-
-    @functools.wraps(test)
-    def once(**given: Any) -> None:
-        asyncio.run(test(**given))
-
-    return once
 
 
 def values_of(flags: str) -> dict[str, object]:

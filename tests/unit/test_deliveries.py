@@ -14,7 +14,7 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import save
 
-from tests.unit.factories import refusing, story
+from tests.unit.factories import refusing
 from tests.unit.test_fence import Workers
 from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
@@ -63,7 +63,6 @@ async def by_channel(channels: Channels, name: str) -> Delivery:
     return await delivered(LoraLoadRequest(channel=name), None, channels, ())
 
 
-@story
 async def test_channels_hold_the_newest_alone() -> None:
     channels = channels_of(workers := Workers((0, 0)))
     first = (await channels.open(channel())).channel
@@ -82,7 +81,6 @@ async def test_channels_hold_the_newest_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl", "gloo"])
-@story
 async def test_channels_give_each_publish_another_origin(kind: str) -> None:
     """The server refuses two living versions from one origin, and the engine's caches may be keyed by it."""
     channels = channels_of(Workers((0, 0)))
@@ -111,7 +109,6 @@ async def test_channels_give_each_publish_another_origin(kind: str) -> None:
         ({"spec": CudaIpcSpec(gpu_uuid="GPU-1", storages=[[0]], tensors={"x": PLACE})}, "spec", {"got": "cuda_ipc"}),
     ],
 )
-@story
 async def test_channels_leave_the_open_one_when_another_cannot_be_served(
     changed: dict[str, Any], field: str, parts: dict[str, str]
 ) -> None:
@@ -123,7 +120,6 @@ async def test_channels_leave_the_open_one_when_another_cannot_be_served(
     assert workers.open == [name] and (await by_channel(channels, name)).channel == name
 
 
-@story
 async def test_channels_that_a_worker_cannot_open_are_not_open() -> None:
     channels = channels_of(workers := Workers((0, 0)))
     workers.refusals["open"] = "no"
@@ -151,7 +147,6 @@ def receive(*pieces: bytes) -> Any:
     return asyncio.run(once())
 
 
-@story
 async def test_bodies_use_a_file_again_that_holds_nothing_of_the_last_one() -> None:
     bodies = Bodies()
     large = bytes(range(256)) * 20_000  # more than a file begins with
@@ -163,7 +158,6 @@ async def test_bodies_use_a_file_again_that_holds_nothing_of_the_last_one() -> N
     assert len(files) == 1
 
 
-@story
 async def test_bodies_at_the_same_time_have_a_file_each() -> None:
     bodies = Bodies()
     async with bodies.holding(chunks(b"a")) as one, bodies.holding(chunks(b"b")) as two:

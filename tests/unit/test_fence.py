@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from starlette.responses import Response
 
 from tests.stand_ins import pass_time
-from tests.unit.factories import refusing, story
+from tests.unit.factories import refusing
 from vllm_server import routes
 from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
@@ -259,7 +259,6 @@ TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-@story
 async def test_fence_lets_requests_wait_from_when_the_engine_is_held_and_ends_once() -> None:
     fence = fence_on(engine := Engine())
     engine.gate.clear()
@@ -298,7 +297,6 @@ def test_fence_refuses_an_update(asked: UpdateBeginRequest, writable: bool, stat
 
 
 @pytest.mark.parametrize("version", [-2, HIGHEST_VERSION + 1, 10**30])
-@story
 async def test_fence_refuses_a_version_that_is_none(version: int) -> None:
     fence = fence_on(Engine())
     token = (await fence.begin(begin())).token
@@ -307,7 +305,6 @@ async def test_fence_refuses_a_version_that_is_none(version: int) -> None:
     await fence.end(end(token, PROOF_VERSION))
 
 
-@story
 async def test_fence_is_torn_by_a_trainer_that_does_not_end_in_time() -> None:
     fence = fence_on(engine := Engine())
     token = (await fence.begin(begin(timeout_s=0.02))).token
@@ -324,7 +321,6 @@ async def test_fence_is_torn_by_a_trainer_that_does_not_end_in_time() -> None:
 
 
 @pytest.mark.parametrize("ended", [True, False])
-@story
 async def test_fence_is_not_torn_by_the_clock_of_an_update_that_ends(ended: bool) -> None:
     """Nor while it ends."""
     fence = fence_on(engine := Engine())
@@ -372,7 +368,6 @@ WAIT, KEEP, ABORT = "pause, wait", "pause, keep", "pause, abort"
         ("wait wait begin drain", WAIT, [WAIT, WAIT, "release", "hold"], False),
     ],
 )
-@story
 async def test_fence_lets_an_update_wait_until_no_pause_waits(
     script: str, failing: str, events: list[str], paused: bool
 ) -> None:
@@ -396,7 +391,6 @@ async def test_fence_lets_an_update_wait_until_no_pause_waits(
     assert fence.paused is paused
 
 
-@story
 async def test_fence_refuses_an_update_that_a_pause_keeps_waiting() -> None:
     fence = fence_on(engine := Draining())
     pausing = asyncio.create_task(fence.pause("wait"))
@@ -409,7 +403,6 @@ async def test_fence_refuses_an_update_that_a_pause_keeps_waiting() -> None:
     assert engine.events == ["pause, wait", "forget"]
 
 
-@story
 async def test_server_neither_sleeps_nor_wakes_up_within_an_update_and_none_begins_while_it_sleeps() -> None:
     """vLLM resumes generation as it wakes up."""
     fence = fence_on(engine := Engine())
@@ -444,7 +437,6 @@ async def test_server_neither_sleeps_nor_wakes_up_within_an_update_and_none_begi
 
 
 @pytest.mark.parametrize("writable", [True, False])
-@story
 async def test_fence_of_an_engine_that_does_not_go_on_either_refuses_requests(writable: bool) -> None:
     """They would wait for ever, and so would those in flight. An update heals it, or without a trainer a resume."""
     fence = fence_on(engine := Engine(failing=f"hold | {KEEP} | release"), writable)
@@ -462,7 +454,6 @@ async def test_fence_of_an_engine_that_does_not_go_on_either_refuses_requests(wr
     assert engine.events[-1] == "release" and not fence.paused
 
 
-@story
 async def test_fence_update_outlives_a_resume_that_failed_before_it_began() -> None:
     fence, tokens = fence_on(engine := Engine()), list[str]()
     releases = engine.release
@@ -485,7 +476,6 @@ async def test_fence_update_outlives_a_resume_that_failed_before_it_began() -> N
     await fence.passage()
 
 
-@story
 async def test_fence_is_open_if_the_trainer_leaves_before_its_update_has_begun() -> None:
     """Nobody would end the update: it would count as torn."""
     fence, left = fence_on(engine := Engine()), asyncio.Event()
@@ -549,7 +539,6 @@ class Made:
         return token, WeightsApplyRequest(channel=channel, version=1, token=token)
 
 
-@story
 async def test_channel_that_one_worker_alone_can_stage_is_closed_in_all() -> None:
     workers = Workers(staging_bytes=(16, 0))
     with refusing(ServeError, "staging", 422):
@@ -557,7 +546,6 @@ async def test_channel_that_one_worker_alone_can_stage_is_closed_in_all() -> Non
     assert workers.calls == ["open", "close"]
 
 
-@story
 async def test_channel_writes_only_within_the_update_that_is_named() -> None:
     made = Made()
     opened = await made.channels.open(OPEN)
@@ -571,7 +559,6 @@ async def test_channel_writes_only_within_the_update_that_is_named() -> None:
     assert (done.seconds, done.replayed) == (0.2, False)
 
 
-@story
 async def test_channel_whose_write_fails_poisons_the_weights() -> None:
     made = Made(Workers(apply="half"))
     _, request = await made.begun()
@@ -580,7 +567,6 @@ async def test_channel_whose_write_fails_poisons_the_weights() -> None:
     assert made.fence.fault is not None and not made.fence.updating
 
 
-@story
 async def test_channel_whose_write_never_began_leaves_the_weights() -> None:
     made = Made()
     token, _ = await made.begun()
@@ -590,7 +576,6 @@ async def test_channel_whose_write_never_began_leaves_the_weights() -> None:
     assert (made.fence.fault, made.fence.updates, made.fence.updating) == (None, 0, False)
 
 
-@story
 async def test_channel_whose_update_is_called_torn_while_it_writes_poisons_the_weights() -> None:
     made = Made()
     token, request = await made.begun()
@@ -621,7 +606,6 @@ async def test_channel_whose_update_is_called_torn_while_it_writes_poisons_the_w
         (Workers(staged="connection lost"), "", 0.02, "weights", 422),
     ],
 )
-@story
 async def test_channel_stages_no_version_that_does_not_arrive_in_time(
     made: Workers, channel: str, limit: float, field: str, status: int
 ) -> None:

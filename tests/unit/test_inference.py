@@ -345,7 +345,7 @@ async def test_requests_go_to_the_server_with_the_fewest_completions_under_way(m
     assert all(server.closed for server in every)
 
 
-def test_requests_to_a_server_that_does_not_answer_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_to_a_server_that_does_not_answer_go_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dead(Server):
         async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
             self.asked.append(n)
@@ -353,27 +353,24 @@ def test_requests_to_a_server_that_does_not_answer_go_to_the_others(monkeypatch:
                 return [Completion(prompt_token_ids, [1], [0.0], self.url, "stop", 0)] * n
             raise PeerGone("not done within 0 s", field=self.url, got="refused")
 
-    async def scenario() -> None:
-        dead, good = Dead(A), Server(B)
-        good.let.set()
-        several = named([dead, good], monkeypatch)
-        for n in (1, 2, 3):
-            assert (await several.generate([1], n, ONE))[0].text == B
-        assert (dead.asked, good.asked) == ([1], [1, 2, 3]), "it is asked once until AWAY_S have passed"
-        monkeypatch.setattr(roster, "AWAY_S", 0.01)
-        await several.close()
-        alone = named([dead], monkeypatch)
-        asked = asyncio.create_task(alone.generate([1], 4, ONE))
-        await until(lambda: len(dead.asked) >= 3)
-        dead.let.set()
-        assert (await asked)[0].text == A
-        dead.let.clear()
-        monkeypatch.setattr(alone, "_patience", 0.0)
-        with pytest.raises(PeerGone, match="within 0 s"):
-            await alone.generate([1], 1, ONE)
-        await alone.close()
-
-    asyncio.run(scenario())
+    dead, good = Dead(A), Server(B)
+    good.let.set()
+    several = named([dead, good], monkeypatch)
+    for n in (1, 2, 3):
+        assert (await several.generate([1], n, ONE))[0].text == B
+    assert (dead.asked, good.asked) == ([1], [1, 2, 3]), "it is asked once until AWAY_S have passed"
+    monkeypatch.setattr(roster, "AWAY_S", 0.01)
+    await several.close()
+    alone = named([dead], monkeypatch)
+    asked = asyncio.create_task(alone.generate([1], 4, ONE))
+    await until(lambda: len(dead.asked) >= 3)
+    dead.let.set()
+    assert (await asked)[0].text == A
+    dead.let.clear()
+    monkeypatch.setattr(alone, "_patience", 0.0)
+    with pytest.raises(PeerGone, match="within 0 s"):
+        await alone.generate([1], 1, ONE)
+    await alone.close()
 
 
 @asynccontextmanager

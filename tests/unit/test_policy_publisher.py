@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,19 +55,6 @@ class StandInEngine:
             raise RuntimeError(f"no {event}")
 
 
-def make_publisher(root: Path, *, keep: int = 2, capacity: int = 3, timeout: float = 5.0) -> Publisher:
-    held = PolicyRegistry(served_name="base", lora_name="policy", keep=keep, capacity=capacity)
-    nothing: Any = None
-    channels = Channels(nothing, Fence("boot", nothing, on_version=lambda _: None), accepts=False, max_rank=8)
-    engine: Any = StandInEngine()
-    return Publisher(held, engine, channels, (root.resolve(),), room_timeout_s=timeout)
-
-
-def engine_of(publisher: Publisher) -> StandInEngine:
-    assert isinstance(publisher.engine, StandInEngine)
-    return publisher.engine
-
-
 def save_adapter(folder: Path, **config: Any) -> str:
     folder.mkdir(parents=True)
     module = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -79,51 +66,43 @@ def save_adapter(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
-def load(publisher: Publisher, path: str, **more: Any) -> Coroutine[Any, Any, Any]:
-    return publisher.load(LoraLoadRequest(adapter_path=path, **more))
-
-
 class Publishing:
-    """A publisher, and a root with adapters named 1, 2 and so on."""
+    """A publisher of adapters below a root."""
 
-    def __init__(self, root: Path, **options: Any) -> None:
+    def __init__(self, root: Path, *, keep: int = 2, capacity: int = 3, timeout: float = 5.0) -> None:
+        held = PolicyRegistry(served_name="base", lora_name="policy", keep=keep, capacity=capacity)
+        nothing: Any = None
+        channels = Channels(nothing, Fence("boot", nothing, on_version=lambda _: None), accepts=False, max_rank=8)
         self.root = root
-        self.publisher = make_publisher(root, **options)
+        self.engine: Any = StandInEngine()
+        self.publisher = Publisher(held, self.engine, channels, (root.resolve(),), room_timeout_s=timeout)
         self.serving = self.publisher.serving
 
-    def load(self, number: int, **more: Any) -> Coroutine[Any, Any, Any]:
-        folder = self.root / f"{number}"
-        return load(self.publisher, str(folder) if folder.exists() else save_adapter(folder), **more)
-
-    @property
-    def engine(self) -> StandInEngine:
-        return engine_of(self.publisher)
-
-    @property
-    def events(self) -> list[str]:
-        return self.engine.events
-
-    @property
-    def newest(self) -> str:
-        return self.publisher.registry.newest.name
+    def load(self, adapter: int | str, **more: Any) -> Coroutine[Any, Any, Any]:
+        """Publish what is at a path, or an adapter of a number, which is saved first."""
+        if isinstance(adapter, int):
+            folder = self.root / f"{adapter}"
+            adapter = str(folder) if folder.exists() else save_adapter(folder)
+        return self.publisher.load(LoraLoadRequest(adapter_path=adapter, **more))
 
 
-def publishing(**options: Any) -> Callable[[Callable[[Publishing], Coroutine[Any, Any, None]]], Callable[[Path], None]]:
-    """A test that is a coroutine, of a publisher with these options."""
-
-    def test_of(told: Callable[[Publishing], Coroutine[Any, Any, None]]) -> Callable[[Path], None]:
-        return lambda tmp_path: asyncio.run(told(Publishing(tmp_path, **options)))
-
-    return test_of
+@pytest.fixture
+def made(tmp_path: Path, request: pytest.FixtureRequest) -> Publishing:
+    (tmp_path / "root").mkdir()
+    return Publishing(tmp_path / "root", **getattr(request, "param", {}))
 
 
-@publishing()
+def publishing(**options: Any) -> pytest.MarkDecorator:
+    """Of a test whose publisher has these options."""
+    return pytest.mark.parametrize("made", [options], indirect=True)
+
+
 async def test_publisher_answers_a_repeated_request_with_its_first_answer(made: Publishing) -> None:
     first, again = await asyncio.gather(*(made.load(1, adapter_name="policy-v1", request_id="r") for _ in range(2)))
     assert first == again and first.load_count == 1
     with refusing(ServeError, "adapter_name", got="policy-v1"):
         await made.load(1, adapter_name="policy-v1", request_id="another")
-    assert made.events == ["add policy-v1"]
+    assert made.engine.events == ["add policy-v1"]
 
 
 @publishing(keep=1, capacity=2)
@@ -135,7 +114,7 @@ async def test_publisher_waits_for_a_place_that_requests_hold(made: Publishing) 
         await asyncio.sleep(0.05)
         assert not third.done()  # version 1 is being used, version 2 is the newest: no place
     assert (await third).policy_version == 3
-    assert made.events.index("remove policy-v1") < made.events.index("add policy-v3")
+    assert made.engine.events.index("remove policy-v1") < made.engine.events.index("add policy-v3")
 
 
 @publishing(keep=1, capacity=2)
@@ -182,8 +161,8 @@ class SlowEngine(StandInEngine):
 
 @publishing(keep=1, capacity=4)
 async def test_publisher_waits_for_slots_that_are_being_freed(made: Publishing) -> None:
-    slow: Any = SlowEngine()
-    made.publisher.engine = engine = slow
+    engine: Any = SlowEngine()
+    made.publisher.engine = engine
     with ExitStack() as running:
         for number in (1, 2, 3, 4):
             await made.load(number)
@@ -195,14 +174,15 @@ async def test_publisher_waits_for_slots_that_are_being_freed(made: Publishing) 
 
 
 @pytest.mark.parametrize(("kind", "field"), [("disk", "adapter_path"), ("memory", "body")])
-def test_publisher_names_the_part_of_the_request_that_the_engine_refuses(tmp_path: Path, kind: str, field: str) -> None:
-    publisher = make_publisher(tmp_path)
-    engine_of(publisher).fails = {"add policy-v1"}
-    folder = save_adapter(tmp_path / "1")
-    body = tmp_path / "body"
-    save_file(load_file(Path(folder) / WEIGHTS), body, {"adapter_config": (Path(folder) / CONFIG).read_text()})
+async def test_publisher_names_the_part_of_the_request_that_the_engine_refuses(
+    made: Publishing, kind: str, field: str
+) -> None:
+    made.engine.fails = {"add policy-v1"}
+    folder = Path(save_adapter(made.root / "1"))
+    body = made.root / "body"
+    save_file(load_file(folder / WEIGHTS), body, {"adapter_config": (folder / CONFIG).read_text()})
     with refusing(ServeError, field):
-        asyncio.run(load(publisher, folder) if kind == "disk" else publisher.load(LoraLoadRequest(), str(body)))
+        await (made.load(1) if kind == "disk" else made.publisher.load(LoraLoadRequest(), str(body)))
 
 
 @publishing(keep=1, capacity=2, timeout=0.05)
@@ -213,22 +193,20 @@ async def test_publisher_refuses_when_no_place_comes_free(made: Publishing) -> N
         with pytest.raises(ServeError) as refused:
             await made.load(3)
         assert refused.value.status == 503 and "--max-loras" in refused.value.fix
-        assert made.newest == "policy-v2"
+        assert made.publisher.registry.newest.name == "policy-v2"
 
 
-@publishing()
 async def test_publisher_serves_the_old_version_after_a_load_that_failed(made: Publishing) -> None:
     await made.load(1)
     made.engine.fails = {"add policy-v2"}
     with pytest.raises(ServeError) as refused:
         await made.load(2)
     assert refused.value.status == 422 and "add policy-v2" in refused.value.got
-    assert made.events[-1] == "remove policy-v2"  # what the engine may have kept of it
+    assert made.engine.events[-1] == "remove policy-v2"  # what the engine may have kept of it
     with made.serving() as version:
         assert version.name == "policy-v1"
 
 
-@publishing()
 async def test_publisher_stops_generation_half_way_until_a_publish_succeeds(made: Publishing) -> None:
     made.engine.fails = {"add policy-v1", "remove policy-v1"}
     with pytest.raises(ServeError) as refused:
@@ -242,7 +220,6 @@ async def test_publisher_stops_generation_half_way_until_a_publish_succeeds(made
         assert version.name == "policy-v2"
 
 
-@publishing()
 async def test_publisher_unloads_now_or_when_idle(made: Publishing) -> None:
     async def unload(**named: Any) -> tuple[str, str | None, int]:
         gone = await made.publisher.unload(LoraUnloadRequest(**named))
@@ -254,45 +231,34 @@ async def test_publisher_unloads_now_or_when_idle(made: Publishing) -> None:
         assert await unload() == ("draining", "policy-v2", 1)
     assert await unload(adapter_name="policy-v1") == ("success", "policy-v1", 0)
     assert (await unload())[:2] == ("success", None)
-    assert sorted(event for event in made.events if "remove" in event) == ["remove policy-v1", "remove policy-v2"]
+    removed = [event for event in made.engine.events if "remove" in event]
+    assert sorted(removed) == ["remove policy-v1", "remove policy-v2"]
 
 
-def test_publish_tells_missing_damaged_and_unservable_adapters_apart(tmp_path: Path) -> None:
-    publisher = make_publisher(tmp_path)
-    assert refusal(publisher, str(tmp_path / "nothing")).status == 404
-    weights = Path(save_adapter(tmp_path / "1")) / "adapter_model.safetensors"
+def test_publish_tells_missing_damaged_and_unservable_adapters_apart(made: Publishing) -> None:
+    assert refusal(made, str(made.root / "nothing")).status == 404
+    weights = Path(save_adapter(made.root / "1")) / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1])
-    damaged, size = refusal(publisher, str(tmp_path / "1")), weights.stat().st_size
+    damaged, size = refusal(made, str(made.root / "1")), weights.stat().st_size
     assert (damaged.status, damaged.field) == (422, weights.name) and f"{size} of {size + 1} bytes" in damaged.got
     weights.unlink()
-    gone = refusal(publisher, str(tmp_path / "1"))
+    gone = refusal(made, str(made.root / "1"))
     assert gone.status == 404 and weights.name in gone.got
     for number, (config, field) in enumerate((({"r": 24}, "r"), ({"r": 3}, ".lora_A.weight")), 2):
-        unservable = refusal(publisher, save_adapter(tmp_path / f"{number}", **config))
+        unservable = refusal(made, save_adapter(made.root / f"{number}", **config))
         assert unservable.status == 422 and unservable.field.endswith(field)
-    assert engine_of(publisher).events == []
+    assert made.engine.events == []
 
 
-def refusal(publisher: Publisher, path: str, **more: Any) -> ServeError:
+def refusal(made: Publishing, path: str, **more: Any) -> ServeError:
     """Of a publish; it names what was wrong, in all parts, and the next publish works."""
     with pytest.raises(ServeError) as refused:
-        asyncio.run(asyncio.wait_for(load(publisher, path, **more), 60))
+        asyncio.run(asyncio.wait_for(made.load(path, **more), 60))
     error = refused.value
     assert 400 <= error.status < 500
     assert error.field and error.wanted and error.fix
-    assert publisher.registry.load_count == 0
+    assert made.publisher.registry.load_count == 0
     return error
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    (tmp_path / "root").mkdir()
-    return tmp_path / "root"
-
-
-@pytest.fixture
-def publisher(root: Path) -> Publisher:
-    return make_publisher(root)
 
 
 @pytest.mark.parametrize(
@@ -308,47 +274,47 @@ def publisher(root: Path) -> Publisher:
     ],
 )
 def test_publish_of_a_version_or_name_that_is_none_is_refused(
-    publisher: Publisher, root: Path, field: str, asked: dict[str, Any]
+    made: Publishing, field: str, asked: dict[str, Any]
 ) -> None:
-    folder = save_adapter(root / "a")
-    error = refusal(publisher, folder, **asked)
+    folder = save_adapter(made.root / "a")
+    error = refusal(made, folder, **asked)
     assert error.field == field and error.got.isprintable() and len(error.got) < 300
-    answer = asyncio.run(load(publisher, folder, adapter_name=f"policy-v{HIGHEST_VERSION}"))
+    answer = asyncio.run(made.load(folder, adapter_name=f"policy-v{HIGHEST_VERSION}"))
     assert answer.policy_version == 2**53
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "/".join(["y" * 200] * 30), "~nosuchuser/x", "a\0b", "circle", ""])
-def test_publish_of_a_path_that_is_none_is_refused(publisher: Publisher, root: Path, path: str) -> None:
-    (root / "circle").symlink_to("circle")
-    error = refusal(publisher, str(root / path) if path == "circle" else path)
+def test_publish_of_a_path_that_is_none_is_refused(made: Publishing, path: str) -> None:
+    (made.root / "circle").symlink_to("circle")
+    error = refusal(made, str(made.root / path) if path == "circle" else path)
     assert error.field == "adapter_path"
     assert len(error.got) < 5000 or error.status == 403
-    (root / "link").symlink_to(os.fsdecode(b"\xff"))  # the refusal is text, the folder's name is none
-    assert json_response(refusal(publisher, str(root / "link")).response()).body
+    (made.root / "link").symlink_to(os.fsdecode(b"\xff"))  # the refusal is text, the folder's name is none
+    assert json_response(refusal(made, str(made.root / "link")).response()).body
 
 
-def test_publish_from_outside_the_root_is_refused(publisher: Publisher, root: Path, tmp_path: Path) -> None:
+def test_publish_from_outside_the_root_is_refused(made: Publishing, tmp_path: Path) -> None:
     outside = Path(save_adapter(tmp_path / "outside"))
-    folder = Path(save_adapter(root / "a"))
-    (root / "link").symlink_to(outside)
-    for path in (outside, root / "link", root / "../outside"):
-        error = refusal(publisher, str(path))
+    folder = Path(save_adapter(made.root / "a"))
+    (made.root / "link").symlink_to(outside)
+    for path in (outside, made.root / "link", made.root / "../outside"):
+        error = refusal(made, str(path))
         assert error.status == 403 and "--lora-root" in error.fix
     for name in (CONFIG, WEIGHTS):
-        (folder / name).rename(root / name)
+        (folder / name).rename(made.root / name)
         (folder / name).symlink_to(outside / name)
-        assert refusal(publisher, str(folder)).status == 403
+        assert refusal(made, str(folder)).status == 403
         (folder / name).unlink()
         (folder / name).symlink_to(Path("..") / name)  # within the root
-    assert asyncio.run(load(publisher, str(folder))).adapter_path == str(folder)
+    assert asyncio.run(made.load(str(folder))).adapter_path == str(folder)
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "link-to-device"])
 def test_publish_opens_regular_files_only(
-    publisher: Publisher, root: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+    made: Publishing, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
-    folder = Path(save_adapter(root / "a"))
+    folder = Path(save_adapter(made.root / "a"))
     (folder / name).unlink()
     if kind == "pipe":
         os.mkfifo(folder / name)
@@ -360,19 +326,19 @@ def test_publish_opens_regular_files_only(
             bound.bind(name)
     else:
         (folder / name).symlink_to("/dev/zero")
-    error = refusal(publisher, str(folder))
+    error = refusal(made, str(folder))
     assert error.field == ("adapter_path" if kind == "link-to-device" else name)
-    assert asyncio.run(load(publisher, save_adapter(root / "good"))).load_count == 1
+    assert asyncio.run(made.load(save_adapter(made.root / "good"))).load_count == 1
 
 
 @pytest.mark.parametrize(
     "text",
     [b"[" * 100_000, b'{"r":' * 100_000, b"\xff\xfe", b"", b"null", b'{"r": 1' + b"0" * 5000 + b"}", b" " * (2 << 20)],
 )
-def test_publish_of_a_configuration_that_is_none_is_refused(publisher: Publisher, root: Path, text: bytes) -> None:
-    folder = Path(save_adapter(root / "a"))
+def test_publish_of_a_configuration_that_is_none_is_refused(made: Publishing, text: bytes) -> None:
+    folder = Path(save_adapter(made.root / "a"))
     (folder / CONFIG).write_bytes(text)
-    error = refusal(publisher, str(folder))
+    error = refusal(made, str(folder))
     assert error.field == CONFIG
     assert len(error.got) < 300
 
@@ -394,9 +360,9 @@ def test_check_config_shows_fields_in_short(field: str, value: object) -> None:
     assert len(refused.value.got) <= 200
 
 
-def test_publish_answers_what_was_understood(publisher: Publisher, root: Path) -> None:
-    folder = save_adapter(root / "a", secret="private", use_rslora=True, note=[[[["deep"]]]])
-    answer = asyncio.run(load(publisher, folder))
+def test_publish_answers_what_was_understood(made: Publishing) -> None:
+    folder = save_adapter(made.root / "a", secret="private", use_rslora=True, note=[[[["deep"]]]])
+    answer = asyncio.run(made.load(folder))
     assert answer.adapter_config == {
         "peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True,
     }  # fmt: skip

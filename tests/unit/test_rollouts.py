@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import re
@@ -309,7 +308,7 @@ def test_client_warns_once_that_no_sum_of_the_groups_is_a_batch_and_ends_with_th
     assert not limit or getattr(ended.value, "field", "") == "--rollout-timeout"
 
 
-def test_environment_warns_once_that_it_sends_nothing_since_all_scores_are_equal(
+async def test_environment_warns_once_that_it_sends_nothing_since_all_scores_are_equal(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = BaseEnvConfig(tokenizer_name="t", group_size=2, ensure_scores_are_not_same=True)
@@ -319,13 +318,9 @@ def test_environment_warns_once_that_it_sends_nothing_since_all_scores_are_equal
 
     env: Any = SimpleNamespace(config=config, name="sums", scored=scored)
     maker = GroupMaker(env, Counter())
-
-    async def make() -> None:
+    with caplog.at_level(logging.WARNING):
         for item in range(3 * EQUAL_IN_A_ROW):
             assert await maker.make(item) is None
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(make())
     (record,) = caplog.records
     assert record.args == ("sums", EQUAL_IN_A_ROW, 1.0)
 

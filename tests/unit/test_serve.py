@@ -12,7 +12,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +25,7 @@ from uvicorn.logging import DefaultFormatter
 
 from grpo_common.text import PrintableRecords
 from tests.processes import ROOT
-from tests.unit.factories import refusing, story
+from tests.unit.factories import refusing
 from vllm_server import generate, patches, protocol, routes, seams
 from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError
 from vllm_server.http import ADAPTERS, CHANGING, GENERATING, ROUTES, SCALING, WITHOUT_VERSIONS, BeforeVllm
@@ -34,7 +34,7 @@ from vllm_server.server import PolicyServer
 
 
 @pytest.mark.parametrize("ending", ["signal", "two signals", "engine"])
-def test_only_an_end_without_a_signal_is_a_failure(ending: str) -> None:
+async def test_only_an_end_without_a_signal_is_a_failure(ending: str) -> None:
     """vLLM's watchdog ends the HTTP server when it finds the engine ended."""
     serve = pytest.importorskip("vllm_server.serve")
     http: Any = SimpleNamespace(should_exit=False, force_exit=False)
@@ -48,15 +48,8 @@ def test_only_an_end_without_a_signal_is_a_failure(ending: str) -> None:
 
     http.serve = until_exit
     engine = SimpleNamespace(errored=False, is_running=True)
-
-    async def run() -> None:
+    with pytest.raises(EngineEndedError) if ending == "engine" else nullcontext():
         await serve._run_until_signal(http, engine, None)
-
-    if ending == "engine":
-        with pytest.raises(EngineEndedError):
-            asyncio.run(run())
-    else:
-        asyncio.run(run())
     assert http.force_exit == (ending == "two signals")
 
 
@@ -269,7 +262,6 @@ def test_every_route_of_the_protocol_has_one_handler() -> None:
         (ValueError("too long"), "request", 422),
     ],
 )
-@story
 async def test_generate_answers_by_what_vllm_wraps(cause: Exception, field: str, status: int) -> None:
     """A completion waits for the fence within vLLM, which wraps the fence's error."""
     wraps = pytest.importorskip("vllm.v1.engine.exceptions").EngineGenerateError

@@ -53,15 +53,12 @@ def test_a_stage_of_a_thread_and_one_of_a_lane(file: Path) -> None:
     assert recorded(file)[-1]["name"] == "score", "also of a stage that fails"
 
 
-def test_tasks_keep_their_lanes_apart(file: Path) -> None:
+async def test_tasks_keep_their_lanes_apart(file: Path) -> None:
     async def collect(number: int) -> None:
         with trace.lane(f"group {number}"), trace.stage("generate"):
             await asyncio.sleep(0)
 
-    async def both() -> None:
-        await asyncio.gather(collect(1), collect(2))
-
-    asyncio.run(both())
+    await asyncio.gather(collect(1), collect(2))
     events = recorded(file)
     check_format(events)
     assert {event["id2"]["local"] for event in events if event["ph"] == "b"} == {"group 1", "group 2"}
