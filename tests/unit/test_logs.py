@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -206,20 +207,9 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: dict[str, list[str]] = {}
-
-    class Recorder:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def write(self, step: int, numbers: dict[str, float]) -> None:
-            written[self.name] = sorted(numbers)
-
-        def close(self) -> None:
-            written[f"{self.name} closed"] = []
-
-    for name in sinks.SINKS:
-        monkeypatch.setitem(sinks.SINKS, name, lambda config, steps_done, name=name: Recorder(name))
+    made = {name: Mock() for name in sinks.SINKS}
+    for name, sink in made.items():
+        monkeypatch.setitem(sinks.SINKS, name, lambda config, steps_done, sink=sink: sink)
     config = config_of(tmp_path, "tensorboard", "trackio", use_wandb=True)
     assert config.trackers == ("tensorboard", "trackio", "wandb")
     log = build_metric_log(config, RunConsole(Console(file=(tmp_path / "out").open("w")), 3), 0)
@@ -227,7 +217,8 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
     log.close()
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name in ("wandb", "tensorboard", "trackio"):
-        assert written[name] == sorted(set(row) - {"format", "step", "time"}) and f"{name} closed" in written
+        ((step, numbers), _), made_of = made[name].write.call_args, set(row) - {"format", "step", "time"}
+        assert (step, set(numbers)) == (1, made_of) and made[name].close.called
 
 
 # samples -------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -101,14 +102,9 @@ def test_neither_the_start_nor_the_last_evaluation_is_in_a_steps_seconds(monkeyp
 
 @pytest.mark.parametrize("problem", [None, pynvml.NVMLError(1), RuntimeError()])
 def test_metrics_of_a_gpu(monkeypatch: pytest.MonkeyPatch, problem: Exception | None) -> None:
-    def utilisation() -> int:
-        if problem:
-            raise problem
-        return 75
-
     for name, answer in (("is_initialized", True), ("mem_get_info", (1 << 30, 4 << 30)), ("memory_reserved", 2 << 30)):
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
-    monkeypatch.setattr(torch.cuda, "utilization", utilisation)
+    monkeypatch.setattr(torch.cuda, "utilization", Mock(side_effect=problem, return_value=75))
     found = {key: value for key, value in machine_metrics().items() if key.startswith("gpu/")}
     memory = {"gpu/memory_used_gib": 3.0, "gpu/memory_trainer_gib": 2.0}
     assert found == memory | ({} if problem else {"gpu/utilisation": 0.75})

@@ -13,6 +13,7 @@ from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -61,7 +62,8 @@ def row(step: int, **more: Any) -> dict[str, Any]:
 
 
 def write_run(folder: Path, rows: list[dict[str, Any]], steps: int = 10, **settings: Any) -> Path:
-    (folder / "config").mkdir(parents=True)
+    for name in ("config", "logs"):
+        (folder / name).mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     lines = [f"{key} = {json.dumps(value)}" for key, value in {"training_steps": steps, **settings}.items()]
     (folder / "config" / "trainer.toml").write_text("\n".join(lines))
@@ -138,7 +140,6 @@ api_key = [
 ]
 """
     )
-    (folder / "logs").mkdir()
     (folder / "logs" / "env-mine.log").write_text(
         "WARNING refused: hunter7\nWARNING POST http://h/v1?token=hunter8\nERROR {'api_key': 'hunter9'}\n"
     )
@@ -152,7 +153,6 @@ def test_events_are_bad_steps_and_loud_lines(tmp_path: Path) -> None:
     rows = [row(1), row(2, **{"train/skipped": 1, "train/loss": None}), row(3, **{"rollout/dropped_stale_groups": 4})]
     rows += [row(4, **{"rollout/dropped_stale_groups": 1}), row(5), row(6, **{"rollout/dropped_stale_groups": 1})]
     folder = write_run(tmp_path / "a", rows)
-    (folder / "logs").mkdir()
     (folder / "logs" / "trainer.log").write_text("INFO fine\nWARNING odd\nWARNING odd\nERROR bad\n")
     events = [(event.source, event.text) for event in read_run(folder).events]
     assert [source for source, _ in events[:-2]] == ["step 2", "step 2", "steps 3 to 4", "step 6"]
@@ -162,7 +162,6 @@ def test_events_are_bad_steps_and_loud_lines(tmp_path: Path) -> None:
 
 def test_warnings_of_a_server_that_starts_are_folded(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [row(1)])
-    (folder / "logs").mkdir()
     start = "$ python -m vllm_server\n(X pid=1) WARNING 1 odd\n(X pid=1) ERROR 1 bad\n"
     ready, later = "INFO: Application startup complete.\n", "(X pid=1) WARNING 2 late\n"
     log = folder / "logs" / "server.log"
@@ -249,7 +248,6 @@ def test_environments_of_a_resumed_run_have_one_curve_each_under_their_names(tmp
     rows = [row(n, **{"reward/env_0": 0.1 * n, "reward/env_1": 0.3, "reward/env_0_std": 0.5}) for n in (1, 2, 3, 4)]
     rows[2]["train/resumed"] = 1.0
     folder = write_run(tmp_path / "a", rows)
-    (folder / "logs").mkdir()
     registered = [(0, "sums_0"), (1, "words_0"), (1, "words_0"), (0, "sums_0")]  # in another order, the second time
     lines = [f"INFO environment {number} registered: {name}, groups of 8\n" for number, name in registered]
     (folder / "logs" / "api.log").write_text("".join(lines))
@@ -303,7 +301,6 @@ class References(HTMLParser):
 def test_no_external_request_and_no_foreign_script(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a", [row(1, **{EVIL: 1.0})], wandb_project=EVIL)
     (folder / "samples.jsonl").write_text(json.dumps(a_sample(prompt=EVIL, pieces=[EVIL, EVIL])) + "\n")
-    (folder / "logs").mkdir()
     (folder / "logs" / "api.log").write_text(f"ERROR {EVIL}\n")
     html = html_of(folder)
     reader = References()
@@ -437,12 +434,9 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path, place: str) -> None
 
 
 def test_another_users_run_is_known_by_what_everybody_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bool:
-        raise PermissionError(path)
-
     folder = write_run(tmp_path / "a", [row(1)])
     monkeypatch.setattr(os, "access", lambda path, _: "config" not in path.parts)  # modes keep nothing from root
-    monkeypatch.setattr(runs, "is_held", refuse)
+    monkeypatch.setattr(runs, "is_held", Mock(side_effect=PermissionError))
     (run,) = list_runs(tmp_path)
     assert (run.mode, run.steps, run.reward, run.state) == (None, 1, 0.1, "unknown")
     assert (read_run(folder).configs, read_run(folder).steps) == ({}, 1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -411,14 +411,8 @@ def server(
     port = free_port()
 
     def launch(model: str, version: int) -> ProcessSpec:
-        return ProcessSpec(
-            name="server",
-            argv=(sys.executable, "-c", script, str(port), f"{model}-v{version}"),
-            ready_url=f"http://127.0.0.1:{port}/health",
-            ready_key=key,
-            ready_timeout=timeout,
-            stop_seconds=0.5,
-        )
+        ready = {"ready_url": f"http://127.0.0.1:{port}/health", "ready_key": key, "ready_timeout": timeout}
+        return spec("server", script, str(port), f"{model}-v{version}", **ready, stop_seconds=0.5)
 
     return OwnedServer(launch, tmp_path / "logs" / "server.log", tmp_path / "served", **options)  # type: ignore[arg-type]
 
@@ -468,18 +462,15 @@ def test_owned_server_that_is_not_ready_is_named_and_ended(
     with server(tmp_path, script, timeout=timeout) as owned:
         owned.start(model, 0)
         pid = owned.pid
-        with pytest.raises(ProcessFailedError) as error:
+        with refusing(ProcessFailedError, "server", words=helps) as error:
             owned.wait_ready()
-    assert error.value.field == "server" and got in error.value.got
-    assert all(each in str(error.value) for each in helps)
+    assert got in error.value.got
     assert pid is not None
     assert_ended([pid])
 
 
 def test_a_signal_to_the_trainer_ends_the_wait(tmp_path: Path) -> None:
-    def stopped() -> None:
-        raise StoppedError(signal.SIGINT)
-
+    stopped = Mock(side_effect=StoppedError(signal.SIGINT))
     with server(tmp_path, SLEEPS, check_stop=stopped) as owned, pytest.raises(StoppedError):
         owned.start("model", 0)
         owned.wait_ready()

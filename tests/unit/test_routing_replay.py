@@ -56,9 +56,9 @@ def choices(model: nn.Module, tokens: NDArray[np.int64]) -> NDArray[np.uint8]:
     return torch.stack(found, 1).numpy().astype(np.uint8)
 
 
-def with_experts(model: nn.Module, chosen: Sequence[Sample], top_k: int, experts: int) -> list[Sample]:
+def with_experts(model: nn.Module, chosen: Sequence[Sample]) -> list[Sample]:
     rows = [choices(model, sequence.tokens_T) for sequence in chosen]
-    shape = RoutedShape(rows[0].shape[1], top_k, experts)
+    shape = RoutedShape(rows[0].shape[1], *shape_of(model))
     return [replace(one, experts=RoutedExperts(shape, own)) for one, own in zip(chosen, rows, strict=True)]
 
 
@@ -99,10 +99,9 @@ def assert_same(got: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dic
 def test_replay_of_its_own_choice_changes_nothing(kind: str, layout: str) -> None:
     """Through each layout of a microbatch."""
     model = model_of(kind)
-    top_k, experts = shape_of(model)
     form = {"packing": "off" if layout == "padded" else "on", "share": "on" if layout == "shared" else "off"}
     plain, server = (forward_of(copy.deepcopy(model), source, **form) for source in ("off", "server"))
-    chosen = with_experts(model, sequences(), top_k, experts)
+    chosen = with_experts(model, sequences())
     bare = [replace(one, experts=None) for one in chosen]
     (without,) = split(bare, 3, packed=plain.packed, shared=plain.shared)
     (given,) = split(chosen, 3, packed=plain.packed, shared=plain.shared)
@@ -125,13 +124,12 @@ def test_a_given_choice_is_that_of_a_plain_pass_that_chose_it(kind: str, recompu
     """
     model = model_of(kind).double()
     model.set_experts_implementation("eager")  # pyright: ignore[reportCallIssue] # the default one has no float64
-    top_k, experts = shape_of(model)
     for router in (module for module in model.modules() if isinstance(module, ROUTERS)):
         setattr(router, "norm_topk_prob", True)  # noqa: B010
-    (sequence,) = with_experts(other_router(model), sequences(1), top_k, experts)
+    (sequence,) = with_experts(other_router(model), sequences(1))
     (microbatch,) = split([sequence], 1)
     assert sequence.experts is not None
-    plain = forward_of(forced(copy.deepcopy(model), sequence.experts.ids_TLK, experts), "off")
+    plain = forward_of(forced(copy.deepcopy(model), sequence.experts.ids_TLK), "off")
     replayed = forward_of(model, "server")
     if recomputes:
         model.train()
@@ -141,10 +139,10 @@ def test_a_given_choice_is_that_of_a_plain_pass_that_chose_it(kind: str, recompu
     assert 0.1 < replayed.routing.metrics()[CHANGED].value() <= 1.0
 
 
-def forced(model: nn.Module, ids_TLK: NDArray[np.unsignedinteger], experts: int) -> nn.Module:
+def forced(model: nn.Module, ids_TLK: NDArray[np.unsignedinteger]) -> nn.Module:
     routers = [module for module in model.modules() if isinstance(module, ROUTERS)]
     for layer, router in enumerate(routers):
-        allowed_TE = torch.zeros(len(ids_TLK), experts, dtype=torch.bool)
+        allowed_TE = torch.zeros(len(ids_TLK), router.num_experts, dtype=torch.bool)
         allowed_TE.scatter_(1, torch.from_numpy(ids_TLK[:, layer].astype(np.int64)), True)
 
         def choose(hidden: Tensor, router: nn.Module = router, allowed_TE: Tensor = allowed_TE) -> tuple[Tensor, ...]:
@@ -185,13 +183,12 @@ def planted(fault: str, chosen: list[Sample]) -> list[Sample]:
 def test_experts_of_something_else_are_noticed(kind: str, fault: str) -> None:
     """Planted faults. Before that, experts of a slightly different router (the server's rounding) raise no alarm."""
     model = model_of(kind)
-    top_k, experts = shape_of(model)
     forward = forward_of(model, "server")
     rounded = copy.deepcopy(model)
     for router in (module for module in rounded.modules() if isinstance(module, ROUTERS)):
         router.weight.data += 0.02 * router.weight.std() * torch.randn_like(router.weight)
-    sound = with_experts(rounded, sequences(), top_k, experts)
-    shape = RoutedShape(int(SIZES["num_hidden_layers"]), top_k, experts)
+    sound = with_experts(rounded, sequences())
+    shape = RoutedShape(int(SIZES["num_hidden_layers"]), *shape_of(model))
     metrics = metrics_of(forward, sound)
     assert metrics[CHANGED].value() < 0.1
     DriftAlarm(0.1, "stop", "lora_only").check_routing(0, metrics, shape)
@@ -205,7 +202,7 @@ def test_trainer_stops_before_it_learns_with_experts_of_something_else(fault: st
     model = model_of("mixtral")
     trainer = Trainer(model, TrainConfig(model_name="m", dtype="float32", routing_replay="server"))
     trainer.alarm = DriftAlarm(0.0, "stop", "lora_only")
-    chosen = with_experts(model, sequences(2), *shape_of(model))
+    chosen = with_experts(model, sequences(2))
     chosen = planted(fault, chosen) if fault else chosen
     samples = [
         replace(sample(PROMPT, one.tokens_T[len(PROMPT) :].tolist(), float(number)), experts=one.experts)
@@ -232,7 +229,7 @@ def test_other_passes_choose_by_themselves() -> None:
     """A proof of the bridge calls the model after a step, with other tokens."""
     model = model_of("mixtral")
     forward = forward_of(model, "server")
-    chosen = with_experts(other_router(model), sequences(), *shape_of(model))
+    chosen = with_experts(other_router(model), sequences())
     (microbatch,) = split(chosen, 3)
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():

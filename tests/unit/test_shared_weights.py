@@ -25,6 +25,7 @@ from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights import shared_weights
 from grpo_trainer.weights.shared_weights import SharedBridge
+from tests.shared_contract import same_weights
 from tests.unit.factories import batch, refusing, sample
 from tests.unit.test_checkpoint import ROLLOUTS
 from tests.unit.test_proof import INFO, answer, next_logprobs, sampled
@@ -150,10 +151,6 @@ def made() -> Made:
     return connected
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort"])
 def test_a_step_is_a_fence_and_a_version(in_flight: str) -> None:
     made = Made(in_flight=in_flight)
@@ -163,7 +160,7 @@ def test_a_step_is_a_fence_and_a_version(in_flight: str) -> None:
         for version in (1, 2):
             before = made.weights()
             assert made.trainer.step(ROLLOUTS, version, bridge.updating).updated
-            assert not same(made.weights(), before)
+            assert not same_weights(made.weights(), before)
             with torch.no_grad():  # the server computes with what the trainer wrote
                 tokens = torch.tensor([[1, 2, 3]])
                 assert torch.equal(made.model.eval()(tokens).logits, made.server.model(tokens).logits)
@@ -210,7 +207,7 @@ def test_step_that_is_skipped_is_no_version(made: Made) -> None:
     poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
     before = made.weights()
     result = made.trainer.step(poisoned, 0, made.bridge.updating)
-    assert not result.updated and same(made.weights(), before)
+    assert not result.updated and same_weights(made.weights(), before)
     assert made.bridge.publish(0).version == 0
     with refusing(BridgeError, "version", got="1", wanted="0"):
         made.bridge.publish(1)
@@ -249,7 +246,7 @@ def test_proof_catches_each_planted_fault_and_the_weights_are_as_before(fault: s
     error = refusing(BridgeError, f"{FAILED}{tried}", words=[what]) if tried else pytest.raises(ServerError)
     with error:
         made.bridge.prove()
-    assert same(made.weights(), before) and not made.server.held and made.server.info.policy_version == 0
+    assert same_weights(made.weights(), before) and not made.server.held and made.server.info.policy_version == 0
 
 
 def test_a_checkpoint_is_written_within_a_fence_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -265,13 +262,14 @@ def test_a_checkpoint_is_written_within_a_fence_and_goes_on_bit_for_bit(tmp_path
     second = Made()
     before = second.weights()
     progress = second.checkpoints(tmp_path).resume()
-    assert progress == Progress(2, 2) and same(second.weights(), before)  # the server reads them: not without a fence
+    assert progress == Progress(2, 2)
+    assert same_weights(second.weights(), before), "the server reads them: not without a fence"
     assert second.bridge.connect(2) == 2
     assert second.server.told == ["begin keep", "end 2"]
     assert second.bridge.publish(2).version == 2
     for step in range(2, 4):
         second.trainer.step(ROLLOUTS, step, second.bridge.updating)
-    assert same(second.weights(), first.weights())
+    assert same_weights(second.weights(), first.weights())
 
 
 # ---------------------------------------------------------------- starting again
@@ -302,11 +300,11 @@ def test_a_step_that_no_fence_let_in_is_whole_in_the_checkpoint(masters: bool, t
             one.trainer.step(ROLLOUTS, 2, one.bridge.updating)
     served = ended.weights()
     ended.checkpoints(tmp_path).save(Progress(2, 2))
-    assert same(ended.weights(), served)
+    assert same_weights(ended.weights(), served)
     resumed.checkpoints(tmp_path).resume()
     resumed.bridge.connect(2)
     resumed.trainer.step(ROLLOUTS, 2, resumed.bridge.updating)
-    assert same(resumed.weights(), whole.weights())
+    assert same_weights(resumed.weights(), whole.weights())
 
 
 @pytest.mark.parametrize(("served", "becomes"), [(0, 2), (1, 2), (2, 3), (17, 18)])
@@ -332,7 +330,7 @@ def test_a_checkpoint_of_all_weights_that_another_mode_wrote_is_of_use(tmp_path:
     made = Made()
     made.checkpoints(tmp_path).resume()
     made.bridge.connect(3)
-    assert same(made.weights(), {name: parameter.detach() for name, parameter in other.named_parameters()})
+    assert same_weights(made.weights(), {name: parameter.detach() for name, parameter in other.named_parameters()})
 
 
 def test_without_a_checkpoint_training_goes_on_from_what_the_server_has(caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,7 @@ from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, Wait, report_start
 from grpo_trainer.run import CACHE_VARIABLE, compile_caches
 from grpo_trainer.signals import StepWatch, StopSignal
 from tests.processes import ROOT
+from tests.unit.test_supervisor import started_with
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -34,14 +35,10 @@ def test_signal_ends_a_call_that_blocks(monkeypatch: pytest.MonkeyPatch, number:
         subprocess.run([sys.executable, "-c", "import time; time.sleep(120)"], check=False)
 
     monkeypatch.setattr(run, "run", asks_vllm)
-    before = signal.signal(number, signal.SIG_IGN)
-    try:
-        done = CliRunner().invoke(
-            cli.app, ["run", "--model-name", "demo", "--weight-bridge-mode", "lora_only", "--training-steps", "1"]
-        )
+    words = ["run", "--model-name", "demo", "--weight-bridge-mode", "lora_only", "--training-steps", "1"]
+    with started_with(signal.SIG_IGN, number):
+        done = CliRunner().invoke(cli.app, words)
         assert signal.getsignal(number) == signal.SIG_IGN, "the handler is put back"
-    finally:
-        signal.signal(number, before)
     assert isinstance(done.exception, StoppedError) and done.exception.exit_code == 128 + number
 
 
@@ -67,19 +64,14 @@ def trained_by_the_second(
 def test_another_trainer_process_leaves_signals_to_the_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Also that of a closed terminal: the first needs the others to save."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     found: list[object] = []
 
     def trainer(*_: object, **__: object) -> None:
         found.extend(map(signal.getsignal, numbers))
         raise ConfigError(field="the test's end")
 
-    try:
-        with pytest.raises(ConfigError):
-            trained_by_the_second(monkeypatch, tmp_path, lambda *_: SimpleNamespace(model=None), trainer)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with started_with(signal.SIG_DFL, *numbers), pytest.raises(ConfigError):
+        trained_by_the_second(monkeypatch, tmp_path, lambda *_: SimpleNamespace(model=None), trainer)
     assert found == [signal.SIG_IGN] * 3
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -125,27 +126,29 @@ def test_most_tokens_ask_nothing_of_vllm(vllms: Vllms, monkeypatch: pytest.Monke
     assert made.allocate_slots(one, 5, num_lookahead_tokens=0, has_scheduled_reqs=True) is not None
     one.num_computed_tokens, one.status = 5, RequestStatus.RUNNING
     allocated: list[int] = []
-    cached: list[int] = []
     coordinator = made.coordinator
-    allocate, cache = coordinator.get_num_blocks_to_allocate, coordinator.cache_blocks
+    allocate, cache = coordinator.get_num_blocks_to_allocate, Mock(wraps=coordinator.cache_blocks)
 
     def watched_allocate(**more: Any) -> int:
         allocated.append(one.num_computed_tokens)
         return allocate(**more)
 
-    def watched_cache(request: Request, tokens: int) -> None:
-        cached.append(tokens)
-        cache(request, tokens)
-
     monkeypatch.setattr(coordinator, "get_num_blocks_to_allocate", watched_allocate)
-    monkeypatch.setattr(coordinator, "cache_blocks", watched_cache)
+    monkeypatch.setattr(coordinator, "cache_blocks", cache)
     for token in range(12):
         made.allocate_slots(one, 1, num_lookahead_tokens=0)
         one.num_computed_tokens += 1
         one.append_output_token_ids(token)
         made.cache_blocks(one, one.num_computed_tokens)
     assert allocated == [8, 12, 16]  # a new block begins
-    assert cached == [8, 8, 12, 12, 16, 16]  # one is complete; vLLM looks again when it allocates
+    assert [call.args[1] for call in cache.call_args_list] == [
+        8,
+        8,
+        12,
+        12,
+        16,
+        16,
+    ]  # one is complete; vLLM looks again when it allocates
 
 
 # sampling parameters ----------------------------------------------------------------------------------------

@@ -129,13 +129,14 @@ def failed(folder: Path, *processes: ProcessSpec) -> ProcessFailedError:
 
 
 @contextmanager
-def started_with(number: int, disposition: signal.Handlers) -> Iterator[None]:
-    """As if the tests had been started with this disposition of a signal: `nohup` makes them ignore a hang-up."""
-    before = signal.signal(number, disposition)
+def started_with(disposition: signal.Handlers, *numbers: int) -> Iterator[None]:
+    """As if the tests had been started with this disposition of signals: `nohup` makes them ignore a hang-up."""
+    before = {number: signal.signal(number, disposition) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # stages and readiness ------------------------------------------------------------------------------------------
@@ -234,9 +235,7 @@ def test_supervisor_names_a_killed_process_before_its_victims(tmp_path: Path) ->
 
 
 def test_supervisor_whose_reader_went_away_goes_on(tmp_path: Path) -> None:
-    def closed(_: str) -> None:
-        raise BrokenPipeError
-
+    closed = mock.Mock(side_effect=BrokenPipeError)
     chatty = "for i in range(20000): print('Step', i)"  # more than a pipe holds: unread, it would block the trainer
     with Supervisor(tmp_path, closed, closed) as supervisor:
         supervisor.run([[trainer(chatty)]])
@@ -329,7 +328,7 @@ def test_supervisor_closed_terminal_ends_the_run_unless_nohup_started_it(tmp_pat
     code = f"import os, signal, time; os.kill(os.getppid(), signal.SIGHUP); time.sleep({0.5 if by_nohup else 60})"
     refused = nullcontext() if by_nohup else pytest.raises(StoppedError)
     set_before = signal.SIG_IGN if by_nohup else signal.SIG_DFL
-    with started_with(signal.SIGHUP, set_before), refused, Recorded(tmp_path) as supervisor:
+    with started_with(set_before, signal.SIGHUP), refused, Recorded(tmp_path) as supervisor:
         supervisor.run([[trainer(code)]])
 
 

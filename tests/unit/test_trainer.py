@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from random import Random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -112,26 +113,35 @@ def no_fence() -> AbstractContextManager[None]:
     pytest.fail("a step that is skipped takes a fence")
 
 
-def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
-    return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+def weights_of(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@contextmanager
+def noted(events: list[str], watched: Callable[[], object]) -> Iterator[None]:
+    """A fence that says when it is entered and left, and whether what is watched changed within."""
+    before = copy.deepcopy(watched())
+    events.append("begin")
+    yield
+    events.append("end" if watched() != before else "end, nothing changed")
 
 
 def test_step_without_a_spread_of_rewards_is_skipped() -> None:
     model = TinyModel()
-    before = copy.deepcopy(model.state_dict())
+    before = weights_of(model)
     result = Trainer(model, config()).step(batch([sample([1], [2], 1.0), sample([1], [3], 1.0)]), 0, no_fence)
     numbers = reduce(result.metrics)
     assert not result.updated and numbers["train/loss"] == 0 and numbers["train/skipped"] == 1
-    assert unchanged(model, before)
+    assert torch.equal(weights_of(model), before)
 
 
 def test_step_with_a_nan_changes_nothing_and_too_many_stop_the_run() -> None:
     model = TinyModel()
     trainer = Trainer(model, config(max_bad_steps=2))
     poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
-    before = copy.deepcopy(model.state_dict())
+    before = weights_of(model)
     assert not trainer.step(poisoned, 0, no_fence).updated
-    assert unchanged(model, before) and not trainer.optimizer.state_dict()["state"]
+    assert torch.equal(weights_of(model), before) and not trainer.optimizer.state_dict()["state"]
     assert trainer.step(rollouts(), 1).updated  # a good step in between resets the count
     assert not trainer.step(poisoned, 2).updated
     with pytest.raises(TrainingError, match=r"--max-bad-steps\b.*\b2\b.*\bnan\b") as sound:
@@ -148,22 +158,14 @@ def test_step_that_leaves_weights_not_finite(dtype: torch.dtype) -> None:
     """In 32 bits torch's optimizer writes them, and the error tears the fence; in 16 bits nothing is written."""
     model = TinyModel().to(dtype)
     trainer = Trainer(model, config(lr=1e39))
-    before = copy.deepcopy(model.state_dict())
-    entered: list[str] = []
-
-    @contextmanager
-    def fence() -> Iterator[None]:
-        entered.append("begin")
-        yield
-        entered.append("end")
-
+    before = weights_of(model)
+    events: list[str] = []
     with pytest.raises(TrainingError) as ended:
-        trainer.step(rollouts(), 6, fence)
-    changed = [name for name, value in model.state_dict().items() if not torch.equal(before[name], value)]
+        trainer.step(rollouts(), 6, lambda: noted(events, lambda: None))
+    changed = not torch.equal(weights_of(model), before)
     assert ended.value.field in dict(model.named_parameters())
     assert ended.value.got.endswith(" 7") and ended.value.spoils_weights
-    assert bool(changed) is bool(entered) is (dtype is torch.float32)
-    assert "end" not in entered
+    assert changed is (dtype is torch.float32) and events == ["begin"] * changed
 
 
 def test_check_finite_names_the_weights() -> None:
@@ -199,27 +201,17 @@ def test_first_not_finite(values: list[list[float]], target: torch.dtype, found:
 
 def test_step_stopped_between_microbatches_changes_nothing() -> None:
     model = TinyModel()
-    stops = iter([None, StoppedError(15)])
-
-    def stop_at_second() -> None:
-        if (stop := next(stops)) is not None:
-            raise stop
-
-    trainer = Trainer(model, config(batch_size=2), stop_at_second)
-    before = copy.deepcopy(model.state_dict())
+    trainer = Trainer(model, config(batch_size=2), Mock(side_effect=[None, StoppedError(15)]))
+    before = weights_of(model)
     with pytest.raises(StoppedError) as stopped:
         trainer.step(rollouts(), 0)
-    assert stopped.value.exit_code == 143 and unchanged(model, before)
+    assert stopped.value.exit_code == 143 and torch.equal(weights_of(model), before)
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.7, 1 / 512, 1 / 3_000_000])
 def test_the_loss_scale_is_a_power_of_two_that_brings_the_weight_near_one(weight: float) -> None:
     scale = loss_scale(weight)
     assert math.log2(scale).is_integer() and 0.5 < weight * scale < 2
-
-
-def weights_of(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def test_step_later_updates_count_from_the_policy_before_the_first() -> None:
@@ -304,15 +296,6 @@ def test_step_raises_the_logprob(kind: str) -> None:
     assert result.updated and logprob_of(3) > before[0]
     assert kind != "rewarded" or logprob_of(4) < before[1]
     assert 0 < reduce(result.metrics)["train/changed_fraction"] <= 1
-
-
-@contextmanager
-def noted(events: list[str], watched: Callable[[], object]) -> Iterator[None]:
-    """A fence that says when it is entered and left, and whether what is watched changed within."""
-    before = copy.deepcopy(watched())
-    events.append("begin")
-    yield
-    events.append("end" if watched() != before else "end, nothing changed")
 
 
 def test_the_fence_is_held_for_the_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
