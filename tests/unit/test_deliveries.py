@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator
@@ -14,7 +13,7 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from safetensors.torch import save
 
-from tests.unit.factories import refusing, story
+from tests.unit.factories import refusing
 from tests.unit.test_fence import Workers
 from vllm_server.channels import Channels
 from vllm_server.errors import ServeError
@@ -63,7 +62,6 @@ async def by_channel(channels: Channels, name: str) -> Delivery:
     return await delivered(LoraLoadRequest(channel=name), None, channels, ())
 
 
-@story
 async def test_channels_hold_the_newest_alone() -> None:
     channels = channels_of(workers := Workers((0, 0)))
     first = (await channels.open(channel())).channel
@@ -82,7 +80,6 @@ async def test_channels_hold_the_newest_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl", "gloo"])
-@story
 async def test_channels_give_each_publish_another_origin(kind: str) -> None:
     """The server refuses two living versions from one origin, and the engine's caches may be keyed by it."""
     channels = channels_of(Workers((0, 0)))
@@ -111,7 +108,6 @@ async def test_channels_give_each_publish_another_origin(kind: str) -> None:
         ({"spec": CudaIpcSpec(gpu_uuid="GPU-1", storages=[[0]], tensors={"x": PLACE})}, "spec", {"got": "cuda_ipc"}),
     ],
 )
-@story
 async def test_channels_leave_the_open_one_when_another_cannot_be_served(
     changed: dict[str, Any], field: str, parts: dict[str, str]
 ) -> None:
@@ -123,7 +119,6 @@ async def test_channels_leave_the_open_one_when_another_cannot_be_served(
     assert workers.open == [name] and (await by_channel(channels, name)).channel == name
 
 
-@story
 async def test_channels_that_a_worker_cannot_open_are_not_open() -> None:
     channels = channels_of(workers := Workers((0, 0)))
     workers.refusals["open"] = "no"
@@ -140,18 +135,13 @@ async def chunks(*pieces: bytes) -> AsyncIterator[bytes]:
         yield piece
 
 
-def receive(*pieces: bytes) -> Any:
+async def receive(*pieces: bytes) -> Delivery:
     """What a body is taken for."""
-
-    async def once() -> Any:
-        async with Bodies().holding(chunks(*pieces)) as file:
-            assert Path(file).read_bytes() == b"".join(pieces)
-            return await delivered(LoraLoadRequest(), file, channels_of(Workers((0, 0))), ())
-
-    return asyncio.run(once())
+    async with Bodies().holding(chunks(*pieces)) as file:
+        assert Path(file).read_bytes() == b"".join(pieces)
+        return await delivered(LoraLoadRequest(), file, channels_of(Workers((0, 0))), ())
 
 
-@story
 async def test_bodies_use_a_file_again_that_holds_nothing_of_the_last_one() -> None:
     bodies = Bodies()
     large = bytes(range(256)) * 20_000  # more than a file begins with
@@ -163,7 +153,6 @@ async def test_bodies_use_a_file_again_that_holds_nothing_of_the_last_one() -> N
     assert len(files) == 1
 
 
-@story
 async def test_bodies_at_the_same_time_have_a_file_each() -> None:
     bodies = Bodies()
     async with bodies.holding(chunks(b"a")) as one, bodies.holding(chunks(b"b")) as two:
@@ -171,11 +160,11 @@ async def test_bodies_at_the_same_time_have_a_file_each() -> None:
     assert sorted(Path(file).exists() for file in (one, two)) == [False, True]  # one is kept for the next
 
 
-def test_delivered_by_a_body_of_pieces() -> None:
+async def test_delivered_by_a_body_of_pieces() -> None:
     whole = adapter()
-    delivery = receive(whole[:5], whole[5:300], whole[300:])
+    delivery = await receive(whole[:5], whole[5:300], whole[300:])
     assert (delivery.transport, delivery.config, delivery.said_by) == ("memory", CONFIG, "body")
-    assert delivery.origin.startswith("memory://") and delivery.origin != receive(whole).origin
+    assert delivery.origin.startswith("memory://") and delivery.origin != (await receive(whole)).origin
 
 
 @pytest.mark.parametrize(
@@ -196,9 +185,11 @@ def test_delivered_by_a_body_of_pieces() -> None:
         (adapter(tensors=dict(list(TENSORS.items())[:1])), "adapter_model.safetensors", MODULE),
     ],
 )
-def test_delivered_by_a_body_of_no_servable_adapter_is_refused_by_field(body: bytes, field: str, got: str) -> None:
+async def test_delivered_by_a_body_of_no_servable_adapter_is_refused_by_field(
+    body: bytes, field: str, got: str
+) -> None:
     with refusing(ServeError, field, 422) as refused:
-        receive(body)
+        await receive(body)
     assert got in refused.value.got
     assert refused.value.fix
 
