@@ -163,13 +163,26 @@ def scripted(
     return env_cls(made, Scripted(tokenizer, lambda _: says), tokenizer)
 
 
-async def after_setup(env: BaseEnv[Any, Any], work: Callable[[], Awaitable[Any]]) -> Any:
+def then_closed(client: Any, work: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Return what work on a client or an environment gives, which is closed after it."""
+
+    async def whole() -> Any:
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(asyncio.wait_for(whole(), 120))
+
+
+def after_setup(env: BaseEnv[Any, Any], work: Callable[[], Awaitable[Any]]) -> Any:
     """Return what work on an environment gives, between its `setup` and its `close`."""
-    try:
+
+    async def prepared(env: BaseEnv[Any, Any]) -> Any:
         await settled(env.setup())
         return await work()
-    finally:
-        await env.close()
+
+    return then_closed(env, prepared)
 
 
 def registration(batch_size: int, **fields: Any) -> wire.Register:

@@ -16,6 +16,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import httpx
 import msgspec
@@ -584,7 +585,7 @@ def env_of(tmp_path: Path, do: Sequence[str], *rewards: str, **settings: Any) ->
 
 
 def group(env: AgentEnv) -> tuple[wire.ScoredData | None, dict[str, float]]:
-    return asyncio.run(after_setup(env, lambda: env.scored(0))), env.measures.take()
+    return after_setup(env, lambda: env.scored(0)), env.measures.take()
 
 
 def unscored(found: wire.ScoredData) -> list[bool]:
@@ -620,7 +621,6 @@ def test_env_reward_functions_score_what_the_agent_returns_or_what_the_policy_sa
 
 
 def test_env_refuses_a_number_with_reward_functions(tmp_path: Path) -> None:
-    (tmp_path / "tasked.py").write_text("")
     with pytest.raises(ConfigError, match="--reward"):
         group(env_of(tmp_path, ["0.5", "0.5"], f"{tmp_path}/tasked.py:exact", function="silent"))
 
@@ -640,7 +640,7 @@ def test_env_raises_what_the_server_is_to_blame_for(tmp_path: Path) -> None:
 
 def test_env_evaluates_tasks(tmp_path: Path) -> None:
     env = env_of(tmp_path, ["1", "call"], eval_samples=1, temperature=0.8, eval_temperature=0.2)
-    metrics = asyncio.run(after_setup(env, env.evaluate))
+    metrics = after_setup(env, env.evaluate)
     assert metrics["reward"] == 0.75 and metrics["rows"] == 2 and metrics["calls"] == 1
     assert {body["temperature"] for _, body in cast("Any", env.server).asked} == {0.2}
     assert not env.measures.take(), "the metrics of training"
@@ -657,14 +657,11 @@ def test_settings_of_an_agent(settings: dict[str, Any]) -> None:
 
 
 async def test_a_command_ends_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     before = {*psutil.Process().children()}
     agent = command("import time; time.sleep(300)")("http://127.0.0.1:9")
     own: Any = SimpleNamespace(key="a key of one episode")
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
         with pytest.raises(RuntimeError, match="new thread"):
             await agent({}, own)
     assert {*psutil.Process().children()} == before

@@ -63,10 +63,6 @@ PLAIN = build_tokenizer()
 PLAIN.chat_template = None
 
 
-def result(env: Any, work: Callable[[], Any]) -> Any:
-    return asyncio.run(after_setup(env, work))
-
-
 # ---------------------------------------------------------------- arithmetic
 
 
@@ -105,7 +101,7 @@ def test_arithmetic_splits_the_same_every_time_and_leaves_a_problem_in_each_part
 
 def test_arithmetic_a_group_has_the_servers_tokens_and_exact_scores() -> None:
     env = arithmetic("46" + END, "<|pad|>46" + END)
-    group = result(env, lambda: env.collect_trajectories(Problem(12, 34)))
+    group = after_setup(env, lambda: env.collect_trajectories(Problem(12, 34)))
     prompt, digits, end, pad = TOKENIZER.encode("12+34="), TOKENIZER.encode("46"), [1], [0]
     assert group.tokens == [prompt + digits + end, prompt + pad + digits + end]
     assert group.masks == [[-100] * 6 + digits + end, [-100] * 6 + pad + digits + end]
@@ -117,7 +113,7 @@ def test_arithmetic_a_group_has_the_servers_tokens_and_exact_scores() -> None:
 
 def test_arithmetic_evaluation_is_the_share_of_right_samples() -> None:
     env = arithmetic("46" + END, "x" + END, eval_samples=4)
-    metrics = result(env, env.evaluate)
+    metrics = after_setup(env, env.evaluate)
     right = sum(problem.answer == "46" for problem in env.problems.held_out)
     # 160 problems, four samples each, two of which say 46.
     assert right > 0 and metrics == {"accuracy": 2 * right / 640, "samples": 640, "rows_failed": 0}
@@ -305,7 +301,7 @@ def test_gsm8k_pays_strict_or_lenient(data: Path, changes: dict[str, Any], score
     thinks = "<think>\\boxed{17}</think>\\boxed{18}" + END
     answers = ["\\boxed{18}" + END, "It is 18." + END, "\\boxed{17}" + END, "\\boxed{18}", thinks]  # the 4th is cut off
     env = gsm8k(*answers, dataset_path=data, **changes)
-    group = result(env, lambda: env.collect_trajectories(ASKED))
+    group = after_setup(env, lambda: env.collect_trajectories(ASKED))
     assert group.scores == scores
     figures = {"strict": 0.4, "lenient": 0.8, "formed": 0.6, "ended": 0.8, "unjudged": 0.0, "score": sum(scores) / 5}
     assert env.measures.take() == pytest.approx(figures)
@@ -317,7 +313,7 @@ def test_gsm8k_length_costs_from_its_free_share_on(data: Path) -> None:
     changes = {"format_reward": 0.2, "length_penalty": 0.5, "length_free": 0.5, "max_tokens": 20}
     env = gsm8k("\\boxed{17}" + END, "x" * 20, dataset_path=data, **changes)
     # 11 tokens of 20: 0.2 - 0.5 * (11 - 10) / 10; 20 of 20: -0.5
-    assert result(env, lambda: env.collect_trajectories(ASKED)).scores == pytest.approx([0.15, -0.5])
+    assert after_setup(env, lambda: env.collect_trajectories(ASKED)).scores == pytest.approx([0.15, -0.5])
 
 
 def test_gsm8k_the_prompt_is_a_chat_where_there_is_a_template() -> None:
@@ -332,7 +328,7 @@ def test_gsm8k_the_prompt_is_a_chat_where_there_is_a_template() -> None:
 
 def test_gsm8k_evaluation_asks_the_test_questions_greedily(data: Path) -> None:
     env = gsm8k("\\boxed{18}" + END, dataset_path=data, eval_questions=8, max_tokens=20)
-    metrics = result(env, env.evaluate)
+    metrics = after_setup(env, env.evaluate)
     questions = questions_of(ROWS)
     assert len(questions) == 32 and questions[0].text.startswith("Janet’s ducks")
     share = sum(question.gold == "18" for question in questions[:8]) / 8
@@ -393,7 +389,7 @@ def test_synthetic_groups() -> None:
         items = [next(env.items) for _ in range(400)]
         return [await env.collect_trajectories(item) for item in items]
 
-    groups = result(env, scene)
+    groups = after_setup(env, scene)
     lengths = [sampling.max_tokens for _, _, sampling in server.asked]
     assert [[len(tokens) - 20 for tokens in group.tokens] for group in groups[:2]] == [lengths[:3], lengths[3:6]]
     assert groups[0].scores == [float(length % 2 == 0) for length in lengths[:3]]  # even lengths are paid for
@@ -418,16 +414,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def command(name: str, model: str, server: str, *more: str) -> list[str]:
-    servers = ["--openai.base_url", f"{server}/v1", "--openai.server_type", "vllm"]
-    return ["-m", "environments.arithmetic", name, "--env.tokenizer_name", model, *servers, *more]
-
-
 @pytest.mark.parametrize(("name", "peer"), [("serve", "the rollout API"), ("evaluate", "the inference server")])
 def test_program_servers_that_never_come_are_named(model: str, name: str, peer: str) -> None:
     nobody = "http://127.0.0.1:9"  # the discard port: nothing listens there
-    more = ("--env.retry_timeout", "0.5", "--env.rollout_server_url", nobody)
-    done = program(*command(name, model, nobody, *more))
+    words = ["-m", "environments.arithmetic", name, "--env.tokenizer_name", model, "--env.retry_timeout", "0.5"]
+    servers = ["--env.rollout_server_url", nobody, "--openai.base_url", f"{nobody}/v1", "--openai.server_type", "vllm"]
+    done = program(*words, *servers)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert f"{peer} at {nobody}: " in done.stderr.splitlines()[-1]
 

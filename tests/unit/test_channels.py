@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
+from unittest import mock
 
 import pytest
 import torch
@@ -237,11 +238,8 @@ def test_gloo_to_a_server_that_has_ended() -> None:
 
 def test_gloo_where_names_are_not_found_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured: with a name server that is silent, torch looked for 10 s for the name of this machine's own address."""
-
-    def late(*_: Any, **__: Any) -> Any:
-        raise dist.DistNetworkError("timed out after 30000ms\nframe #0")
-
-    monkeypatch.setattr(group, "TCPStore", late)
+    late = dist.DistNetworkError("timed out after 30000ms\nframe #0")
+    monkeypatch.setattr(group, "TCPStore", mock.Mock(side_effect=late))
     spec = GroupSpec(backend="gloo", meet="127.0.0.1:1", world_size=2)
     monkeypatch.setattr(group, "address_towards", lambda host, port: host)
     words = ["30000ms (after", "getent hosts 127.0.0.1"]

@@ -130,10 +130,7 @@ def full(base: str, root: Path, keep: int) -> Made:
     return model, change, CheckpointModels(base, saver)
 
 
-MODES = pytest.mark.parametrize(("mode", "name"), [("lora_restart", "merged_step"), ("none", "step")])
-
-
-@MODES
+@pytest.mark.parametrize(("mode", "name"), [("lora_restart", "merged_step"), ("none", "step")])
 def test_restart_bridge_restarts_every_few_versions(tmp_path: Path, mode: str, name: str) -> None:
     """Each publish says which version the servers have, and new ones generate with the trainer's weights."""
     made = Bridge(mode, tmp_path, interval=2, last=6, others=("",))

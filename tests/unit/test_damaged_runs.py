@@ -9,12 +9,12 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import example, given
@@ -51,18 +51,12 @@ from grpo_trainer.report.runs import as_json, list_runs
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import newest_whole, refuse_unreadable
 from grpo_trainer.trainer import Trainer
-from tests.old_runs import FINISHED, MODEL, UNFINISHED, copy_of
+from tests.old_runs import FINISHED, MODEL, UNFINISHED, config_of, content, copy_of
 from tests.stand_ins import scripted
 from tests.unit.factories import refusing
 from tests.unit.test_report import html_of, row, write_run
 
 TORN = b'{"step": 3, "reward/me'
-
-
-def content(folder: Path) -> dict[Path, bytes]:
-    """Every file's content, but the report's, which is written again."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "report.html")
-    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def line(step: int, **more: object) -> bytes:
@@ -250,6 +244,7 @@ def read_everything(folder: Path) -> None:
     """What `report`, `runs`, `doctor`, `servers` and the resuming environment read."""
     with suppress(UserError):
         write_report([folder], report_path([folder], None))
+    (folder / "report.html").unlink(missing_ok=True)
     as_json(list_runs(folder.parent))
     for read in (read_members, read_served):
         with suppress(UserError):
@@ -276,8 +271,7 @@ def test_readers_of_a_damaged_run_fuzz(run: Path, damage: Damage) -> None:
 @functools.cache
 def finished_trainer() -> tuple[Policy, Trainer]:
     """For all examples: whatever is resumed replaces what the one before it left."""
-    options = tomllib.loads((FINISHED / "config" / "trainer.toml").read_text())
-    config = build(TrainConfig, {**options, "model_name": str(MODEL), "device": "cpu"})
+    config = config_of(FINISHED, Path("/none"))
     policy = build_policy(config)
     return policy, Trainer(policy.model, config)
 
@@ -286,14 +280,12 @@ def finished_trainer() -> tuple[Policy, Trainer]:
 @given(DAMAGES)
 def test_resuming_a_damaged_run_fuzz(damage: Damage) -> None:
     """Training goes on from a whole checkpoint or ends with an error; what was in a file is somewhere."""
-    options = tomllib.loads((FINISHED / "config" / "trainer.toml").read_text())
     with TemporaryDirectory() as place:
         folder = copy_of(FINISHED, Path(place))
         (folder / RUN_ID_FILE).write_text("0123456789ab\n")
         damage_files(folder, damage)
         before = content(folder)
-        places = {"save_path": str(folder / "checkpoints"), "log_dir": str(folder)}
-        config = build(TrainConfig, {**options, **places, "model_name": str(MODEL), "resume": "auto", "device": "cpu"})
+        config = config_of(FINISHED, folder)
         policy, trainer = finished_trainer()
         with suppress(UserError):
             progress = Checkpoints(config, policy, trainer.optimizer, trainer.norms).resume()
@@ -379,16 +371,11 @@ def test_a_write_into_a_folder_that_is_gone_names_it(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(number: int) -> Callable[[Path], NoReturn]:
-        def hold(path: Path) -> NoReturn:
-            raise OSError(number, os.strerror(number), str(path))
-
-        return hold
-
-    monkeypatch.setattr(files, "hold", fail(errno.ENOSYS))
+    hold = mock.Mock(side_effect=OSError(errno.ENOSYS, "", str(tmp_path)))
+    monkeypatch.setattr(files, "hold", hold)
     with held_folder(tmp_path, "--save-path"):
         pass
-    monkeypatch.setattr(files, "hold", fail(errno.EROFS))
+    hold.side_effect = OSError(errno.EROFS, "", str(tmp_path))
     with pytest.raises(OSError, match=str(tmp_path)), held_folder(tmp_path, "--save-path"):
         pass
 

@@ -94,6 +94,12 @@ def written(path: Path, rows: Sequence[Any] = ROWS) -> Path:
     return path
 
 
+@pytest.fixture
+def data(folder: Path) -> Path:
+    """The file of `ROWS`."""
+    return written(folder / "rows.jsonl")
+
+
 def environment(
     tokenizer: Qwen2Tokenizer,
     data: Path,
@@ -110,7 +116,7 @@ def environment(
 
 
 def group_of(env: DatasetEnv, item: int = 0) -> wire.ScoredData:
-    group = asyncio.run(after_setup(env, lambda: env.collect_trajectories(item)))
+    group = after_setup(env, lambda: env.collect_trajectories(item))
     assert group is not None
     return group
 
@@ -120,15 +126,10 @@ def asked(env: DatasetEnv, item: int = 0) -> Any:
     return env.prompt(item)
 
 
-def evaluated(env: DatasetEnv) -> dict[str, float]:
-    return asyncio.run(asyncio.wait_for(after_setup(env, env.evaluate), 60))
-
-
 # ---------------------------------------------------------------- groups
 
 
-def test_dataset_rows_become_groups(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    data = written(folder / "rows.jsonl")  # the first row: 0+1=, 1
+def test_dataset_rows_become_groups(data: Path, tokenizer: Qwen2Tokenizer) -> None:
     env = environment(tokenizer, data, "right", "length=0.1", answers=["1" + END, "22" + END])
     group = group_of(env)
     assert group.scores == pytest.approx([1.1, 0.2])
@@ -137,8 +138,7 @@ def test_dataset_rows_become_groups(folder: Path, tokenizer: Qwen2Tokenizer) -> 
     assert env.measures.take() == {"reward_right": 0.5, "reward_length": 1.5}
 
 
-def test_dataset_a_sample_to_which_no_reward_applies_is_not_trained_on(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    data = written(folder / "rows.jsonl")
+def test_dataset_a_sample_to_which_no_reward_applies_is_not_trained_on(data: Path, tokenizer: Qwen2Tokenizer) -> None:
     group = group_of(environment(tokenizer, data, "some"))
     assert group.overrides == [{"unscored": True}, {}] and wire.counted_scores(group) == [2.0]
     assert set(group.masks[0]) == {wire.IGNORED} and set(group.masks[1]) != {wire.IGNORED}
@@ -148,9 +148,9 @@ def test_dataset_a_sample_to_which_no_reward_applies_is_not_trained_on(folder: P
     assert unfit(group_of(env), env.config, max_token_len=-1) == ALL_UNSCORED
 
 
-def test_dataset_logs_of_functions(folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_dataset_logs_of_functions(data: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     """Metrics that are not finite, or have names of the environment's own, are left out, and the log says so once."""
-    env = environment(tokenizer, written(folder / "rows.jsonl"), "logs", answers=["a" + END, "bc" + END])
+    env = environment(tokenizer, data, "logs", answers=["a" + END, "bc" + END])
     env.curr_step, env.num_steps = 7, 10
     group = group_of(env)
     assert group.scores == [2.0, 3.0]  # with the end token
@@ -165,10 +165,9 @@ def test_dataset_logs_of_functions(folder: Path, tokenizer: Qwen2Tokenizer, capl
 
 @pytest.mark.parametrize(("reward", "text", "traces"), [("broken", "KeyError", 1), ("short", "short", 0)])
 def test_dataset_a_reward_that_fails_loses_its_group_and_is_shown_once(
-    folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture, reward: str, text: str, traces: int
+    data: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture, reward: str, text: str, traces: int
 ) -> None:
-    out = folder / "groups.jsonl"
-    env = environment(tokenizer, written(folder / "rows.jsonl"), reward, data_path_to_save_groups=out)
+    env = environment(tokenizer, data, reward, data_path_to_save_groups=data.with_name("groups.jsonl"))
     with pytest.raises(EnvironmentFailed) as caught:
         asyncio.run(process(env, 32))
     assert text in caught.value.got and caplog.text.count("Traceback") == traces
@@ -203,17 +202,12 @@ def test_dataset_text_becomes_a_user_message_where_the_model_has_a_chat_template
     folder: Path, tokenizer: Qwen2Tokenizer, chat: str, template: str | None, row: str, prompt: Any
 ) -> None:
     tokenizer.chat_template = template
-    data = written(folder / "rows.jsonl", [{"prompt": row, "answer": "1"}])
+    rows = [{"prompt": row, "answer": "1"}] * 3
+    data = written(folder / "rows.jsonl", [*rows, {"prompt": f"What is {END}?", "answer": "2"}])  # it changes no other
     assert asked(environment(tokenizer, data, options={"chat": chat})) == prompt
     if template and prompt != USER:
         with refusing(ConfigError, "--env.system_prompt"):
             asked(environment(tokenizer, data, options={"chat": chat}, system_prompt="Be brief."))
-
-
-def test_dataset_one_special_token_changes_no_other_prompt(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    tokenizer.chat_template = CHAT
-    data = written(folder / "rows.jsonl", [*ROWS[:3], {"prompt": f"What is {END}?", "answer": "2"}])
-    assert asked(environment(tokenizer, data)) == USER
 
 
 def test_dataset_prompts_that_leave_no_room_are_skipped_and_counted(
@@ -240,8 +234,7 @@ def test_dataset_prompts_that_leave_no_room_are_skipped_and_counted(
 # ---------------------------------------------------------------- held-out rows
 
 
-def test_dataset_held_out_rows_are_never_trained_on(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    data = written(folder / "rows.jsonl")
+def test_dataset_held_out_rows_are_never_trained_on(data: Path, tokenizer: Qwen2Tokenizer) -> None:
     held_out, orders = [], []
     for seed in (0, 1):
         env = environment(tokenizer, data, options={"held_out": 5}, seed=seed)
@@ -264,14 +257,13 @@ def test_dataset_held_out_rows_do_not_depend_on_which_prompts_fit(folder: Path, 
 
 
 @pytest.mark.parametrize("count", [20, 25])
-def test_dataset_not_all_rows_can_be_held_out(folder: Path, tokenizer: Qwen2Tokenizer, count: int) -> None:
+def test_dataset_not_all_rows_can_be_held_out(data: Path, tokenizer: Qwen2Tokenizer, count: int) -> None:
     with refusing(ConfigError, "--data.held_out"):
-        asked(environment(tokenizer, written(folder / "rows.jsonl"), options={"held_out": count}))
+        asked(environment(tokenizer, data, options={"held_out": count}))
 
 
-def test_dataset_counts_overlap(folder: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    new = [{"prompt": "5+5=", "answer": "10"}]
-    data, other = written(folder / "rows.jsonl"), written(folder / "test.jsonl", [*ROWS[:3], *new])
+def test_dataset_counts_overlap(data: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    other = written(data.with_name("test.jsonl"), [*ROWS[:3], {"prompt": "5+5=", "answer": "10"}])
     asked(environment(tokenizer, data, options={"held_out": 4}))
     assert not [record for record in caplog.records if "held-out" in record.getMessage()]
     asked(environment(tokenizer, data, options={"held_out_split": str(other)}))
@@ -279,46 +271,43 @@ def test_dataset_counts_overlap(folder: Path, tokenizer: Qwen2Tokenizer, caplog:
     assert re.findall(r"\d+", warning)[:2] == ["3", "4"]
 
 
-def test_dataset_evaluation_scores_rows(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    train, held_out = written(folder / "rows.jsonl"), written(folder / "test.jsonl", ROWS[:4])
-    options = {"held_out_split": str(held_out)}
-    env = environment(tokenizer, train, "right", "length=0.5", answers=["1" + END], options=options)
-    metrics = evaluated(env)
+def test_dataset_evaluation_scores_rows(data: Path, tokenizer: Qwen2Tokenizer) -> None:
+    options = {"held_out_split": str(written(data.with_name("test.jsonl"), ROWS[:4]))}
+    env = environment(tokenizer, data, "right", "length=0.5", answers=["1" + END], options=options)
+    metrics = after_setup(env, env.evaluate)
     # The answer 1 is right for 0+1= alone: rewards 1.5, 0.5, 0.5, 0.5, of mean 0.75 and standard deviation 0.5.
     assert metrics["reward"] == 0.75 and metrics["reward_right"] == 0.25 and metrics["reward_length"] == 1.0
     assert metrics["reward_high"] - metrics["reward"] == pytest.approx(1.96 * 0.5 / 2, abs=1e-3)
     assert metrics["rows"] == 4 and env.measures.take() == {}
 
-    env = environment(tokenizer, written(folder / "rows.jsonl"))
-    alone = evaluated(env)
+    env = environment(tokenizer, data)
+    alone = after_setup(env, env.evaluate)
     assert alone["rows"] == 20 and alone["reward"] == 0.05  # 1 is the answer to 0+1= alone
     env.curr_step = 3
     assert asyncio.run(env.evaluate()) == {}
 
 
-def test_dataset_evaluation_counts_failed_rows(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
+def test_dataset_evaluation_counts_failed_rows(folder: Path, data: Path, tokenizer: Qwen2Tokenizer) -> None:
     held_out = written(folder / "test.jsonl", [*ROWS[:10], {"prompt": "1" * 70, "answer": "1"}])
     env = environment(
-        tokenizer, written(folder / "rows.jsonl"), "judged", answers=["1" + END],
+        tokenizer, data, "judged", answers=["1" + END],
         options={"held_out_split": str(held_out)}, score_timeout=2.0, max_token_length=64,
     )  # fmt: skip
-
-    async def scene() -> dict[str, float]:
-        await env.setup()
-        env._held_out = range(11)  # large data is not checked before the start
-        return await env.evaluate()
-
-    metrics = asyncio.run(asyncio.wait_for(scene(), 60))
+    asyncio.run(env.setup())
+    env._held_out = range(11)  # large data is not checked before the start
+    metrics = asyncio.run(asyncio.wait_for(env.evaluate(), 60))
     assert metrics["reward"] == 1.0 and metrics["rows"] == 8 and metrics["rows_failed"] == 3
+    env = environment(tokenizer, written(folder / "one.jsonl", ROWS[:1]), "broken")
     with pytest.raises(EnvironmentFailed, match="0\\+1="):
-        evaluated(environment(tokenizer, written(folder / "one.jsonl", ROWS[:1]), "broken"))
+        after_setup(env, env.evaluate)
 
 
 # ---------------------------------------------------------------- a resumed run, and a trial
 
 
-def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    data, record = written(folder / "rows.jsonl"), folder / "run" / "data" / "env-dataset.json"
+def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(data: Path, tokenizer: Qwen2Tokenizer) -> None:
+    checkpoint = data.parent / "run" / "checkpoints" / "step_5"
+    record = data.parent / "run" / "data" / "env-dataset.json"
 
     def begun(**options: Any) -> dict[str, Any]:
         """Set an environment up as `serve` does, and return its record."""
@@ -332,8 +321,8 @@ def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(folder: P
     assert begun() == first
     written(data, ROWS[:18])  # without a checkpoint a run begins again, with any data
     assert begun()["data"][0]["rows"] == 18
-    (folder / "run" / "checkpoints" / "step_5").mkdir(parents=True)
-    (folder / "run" / "checkpoints" / "step_5" / "state.json").write_text("{}")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
     assert begun()["data"][0]["rows"] == 18  # they are unchanged
     written(data)
     with pytest.raises(ConfigError) as caught:
@@ -343,8 +332,7 @@ def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(folder: P
     assert begun(allow_changed=True) == first
 
 
-def test_dataset_a_trial_says_which_rows_columns_and_rewards_are_used(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
-    data = written(folder / "rows.jsonl")
+def test_dataset_a_trial_says_which_rows_columns_and_rewards_are_used(data: Path, tokenizer: Qwen2Tokenizer) -> None:
     env = environment(tokenizer, data, "right=0.5", options={"held_out": 4})
     steps: list[str] = []
     asyncio.run(env.setup())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator
@@ -136,15 +135,11 @@ async def chunks(*pieces: bytes) -> AsyncIterator[bytes]:
         yield piece
 
 
-def receive(*pieces: bytes) -> Any:
+async def receive(*pieces: bytes) -> Delivery:
     """What a body is taken for."""
-
-    async def once() -> Any:
-        async with Bodies().holding(chunks(*pieces)) as file:
-            assert Path(file).read_bytes() == b"".join(pieces)
-            return await delivered(LoraLoadRequest(), file, channels_of(Workers((0, 0))), ())
-
-    return asyncio.run(once())
+    async with Bodies().holding(chunks(*pieces)) as file:
+        assert Path(file).read_bytes() == b"".join(pieces)
+        return await delivered(LoraLoadRequest(), file, channels_of(Workers((0, 0))), ())
 
 
 async def test_bodies_use_a_file_again_that_holds_nothing_of_the_last_one() -> None:
@@ -165,11 +160,11 @@ async def test_bodies_at_the_same_time_have_a_file_each() -> None:
     assert sorted(Path(file).exists() for file in (one, two)) == [False, True]  # one is kept for the next
 
 
-def test_delivered_by_a_body_of_pieces() -> None:
+async def test_delivered_by_a_body_of_pieces() -> None:
     whole = adapter()
-    delivery = receive(whole[:5], whole[5:300], whole[300:])
+    delivery = await receive(whole[:5], whole[5:300], whole[300:])
     assert (delivery.transport, delivery.config, delivery.said_by) == ("memory", CONFIG, "body")
-    assert delivery.origin.startswith("memory://") and delivery.origin != receive(whole).origin
+    assert delivery.origin.startswith("memory://") and delivery.origin != (await receive(whole)).origin
 
 
 @pytest.mark.parametrize(
@@ -190,9 +185,11 @@ def test_delivered_by_a_body_of_pieces() -> None:
         (adapter(tensors=dict(list(TENSORS.items())[:1])), "adapter_model.safetensors", MODULE),
     ],
 )
-def test_delivered_by_a_body_of_no_servable_adapter_is_refused_by_field(body: bytes, field: str, got: str) -> None:
+async def test_delivered_by_a_body_of_no_servable_adapter_is_refused_by_field(
+    body: bytes, field: str, got: str
+) -> None:
     with refusing(ServeError, field, 422) as refused:
-        receive(body)
+        await receive(body)
     assert got in refused.value.got
     assert refused.value.fix
 

@@ -349,16 +349,15 @@ def test_a_model_without_weights_is_cut_to_the_shapes_of_vllms_workers() -> None
 
 
 def pairs(size: int, folder: Path, *options: str, statuses: tuple[int, ...] | None = None) -> list[dict[str, Any]]:
-    """What each rank came to; those that a fault has ended wrote nothing."""
+    """What each rank came to, without an error unless a fault is planted; a rank that it ends writes nothing."""
     port = free_port()
     words = ([rank, size, port, folder, *options] for rank in range(size))
     said_by(modules("tests.unit.paired_trainers", *words), statuses or (0,) * size)
     paths = [folder / f"rank{rank}of{size}.pt" for rank in range(size)]
-    return [torch.load(path) for path in paths if path.exists()]
-
-
-def assert_sound(result: dict[str, Any]) -> None:
-    assert "error" not in result, (result["error"], result["field"], result["got"])
+    results = [torch.load(path) for path in paths if path.exists()]
+    planted = any(option.startswith("fault=") for option in options)
+    assert planted or not [result["error"] for result in results if "error" in result], results
+    return results
 
 
 @pytest.mark.parametrize(
@@ -369,8 +368,6 @@ def assert_sound(result: dict[str, Any]) -> None:
 def test_two_pairs_train_as_one_and_each_has_half_of_the_states(tmp_path: Path, options: tuple[str, ...]) -> None:
     (alone,) = pairs(1, tmp_path, *options, f"save_path={tmp_path / 'one'}")
     first, second = pairs(2, tmp_path, *options)
-    for result in (alone, first, second):
-        assert_sound(result)
     assert max_difference(first["weights"], second["weights"]) == 0.0
     in_8_bits = "optimizer=adamw_8bit" in options
     slack = 2e-4 if in_8_bits else 1e-6  # blocks of 8-bit states begin at other elements
@@ -385,7 +382,6 @@ def test_two_pairs_train_as_one_and_each_has_half_of_the_states(tmp_path: Path, 
 
 def test_pairs_round_weights_in_16_bits_once_for_all_also_after_a_resume(tmp_path: Path) -> None:
     first, second = pairs(2, tmp_path, "served=bfloat16", "proof=false")
-    assert_sound(first)
     assert max_difference(first["weights"], second["weights"]) == 0.0
     assert next(iter(first["weights"].values())).dtype == torch.bfloat16
     resumed, _ = pairs(2, tmp_path, "served=bfloat16", "proof=false", "resume=auto")
@@ -396,11 +392,9 @@ def test_a_run_of_one_pair_resumes_with_two(tmp_path: Path) -> None:
     pairs(1, tmp_path)
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "kept")
     (straight,) = pairs(1, tmp_path, "resume=auto")
-    assert_sound(straight)
     resumed = pairs(2, tmp_path, "resume=auto", f"save_path={tmp_path / 'kept'}")
     for result in resumed:
         assert max_difference(result["weights"], straight["weights"]) < 1e-6
-        assert_sound(result)
     assert resumed[0]["version"] == straight["version"] == 2 * STEPS
 
 
@@ -417,7 +411,6 @@ def test_a_fence_that_one_server_refuses_is_refused_for_all(tmp_path: Path) -> N
     assert "end 1" not in first["told"] + second["told"]
     (alone,) = pairs(1, tmp_path, f"save_path={tmp_path / 'one'}")
     (resumed,) = pairs(1, tmp_path, "resume=auto")
-    assert_sound(resumed)
     assert resumed["losses"][:-1] == pytest.approx(alone["losses"][1:], abs=1e-6), "the checkpoint has the whole step"
 
 

@@ -417,8 +417,7 @@ class Nvml:
     """NVIDIA's library with GPUs of 141 GiB, of which the second is in use; NVLink connects the first two."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 2, *, split: bool = False) -> None:
-        def unsupported(*_: object) -> int:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        unsupported = mock.Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED))
 
         def memory(gpu: int, version: int) -> SimpleNamespace:
             assert version == pynvml.nvmlMemory_v2
@@ -459,10 +458,7 @@ def test_gpus_that_are_hidden_or_in_use(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_machine_without_a_driver_has_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def init(code: int) -> None:
-        def refuse() -> None:
-            raise pynvml.NVMLError(code)
-
-        monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+        monkeypatch.setattr(pynvml, "nvmlInit", mock.Mock(side_effect=pynvml.NVMLError(code)))
 
     monkeypatch.setattr(machines, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
     init(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)

@@ -14,6 +14,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -29,7 +30,7 @@ from grpo_trainer.machine import Gpu, Machine
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run_defaults import chosen, described
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
-from tests.processes import wait_for
+from tests.processes import ROOT, alive, wait_for
 from tests.unit.factories import refusing
 from tests.unit.test_doctor import write_model
 
@@ -90,16 +91,15 @@ def test_servers_that_the_trainer_starts_have_rows_too() -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model on a machine without a GPU."""
+    monkeypatch.setattr(dry_run, "look", lambda: CPU)
     return write_model(tmp_path / "model")
 
 
 def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
-
+    started = mock.Mock(side_effect=AssertionError("a process was started"))
     monkeypatch.setattr("grpo_trainer.launch.process.subprocess.Popen", started)
-    monkeypatch.setattr(dry_run, "look", lambda: CPU)
     folder = model.parent / "run"
     words = ["run", "--dry-run", "--model-name", str(model), "--run-dir", str(folder), "--server.port", "0"]
     done = CliRunner().invoke(app, [*words, "--api.port", "0", "--json"], catch_exceptions=False)
@@ -112,8 +112,7 @@ def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.
     assert found["summary"] == summary and table.startswith("\n".join(summary)), "what the start says"
 
 
-def test_the_dry_run_reads_data_and_rewards(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "look", lambda: CPU)
+def test_the_dry_run_reads_data_and_rewards(model: Path) -> None:
     build_tokenizer().save_pretrained(model)
     (model / "data.jsonl").write_text('{"prompt": "a", "answer": "1"}\n')
     (model / "mine.py").write_text(
@@ -126,17 +125,11 @@ def test_the_dry_run_reads_data_and_rewards(model: Path, monkeypatch: pytest.Mon
     assert done.exit_code == 0 and (model / "tried").exists()
 
 
-def test_what_would_stop_the_run_stops_the_dry_one(
-    model: Path, busy_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dry_run, "look", lambda: CPU)
+def test_what_would_stop_the_run_stops_the_dry_one(model: Path, busy_port: int) -> None:
     with refusing(PortBusyError, "--api.port"):
         dry_run.look_ahead(build_run({}, {**BASE, "model_name": str(model), "api.port": busy_port}), print)
     with refusing(ConfigError, "--json"):
         CliRunner().invoke(app, ["run", "--json", "--model-name", "m"], catch_exceptions=False)
-
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize(
@@ -150,13 +143,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def test_a_machine_without_the_gpus_or_the_cluster_shows_the_plan(
     model: Path, monkeypatch: pytest.MonkeyPatch, name: str, missing: list[str], gpus: dict[str, tuple[int, ...]]
 ) -> None:
-    monkeypatch.setattr(dry_run, "look", lambda: CPU)
-    asked = []
-
-    def no_cluster(address: str, wanted: int, *, waits: bool) -> None:
-        asked.append(waits)
-        raise ConfigError("no Ray cluster answers", field="--cluster", got=address)
-
+    no_cluster = mock.Mock(side_effect=ConfigError("no Ray cluster answers", field="--cluster", got="auto"))
     monkeypatch.setattr("grpo_trainer.launch.ray_cluster.RayCluster", no_cluster)
     run = {
         "model_name": str(model),
@@ -165,12 +152,13 @@ def test_a_machine_without_the_gpus_or_the_cluster_shows_the_plan(
         "api.port": 0,
         "try": False,
     }
-    given = build_run(read_toml(CONFIGS / f"{name}.toml"), run)
+    given = build_run(read_toml(ROOT / "configs" / f"{name}.toml"), run)
     ahead = dry_run.look_ahead(given, print)
     assert {row.name: row.gpus for row in ahead.processes if row.name in gpus} == gpus
     assert len({row.node for row in ahead.processes}) == (2 if name == "several_machines" else 1)
     assert all(part in " ".join(ahead.missing) for part in missing) and bool(ahead.missing) == bool(missing)
-    assert asked == [False] * (name == "several_machines"), "it does not wait"
+    waits = [call.kwargs["waits"] for call in no_cluster.call_args_list]
+    assert waits == [False] * (name == "several_machines"), "it does not wait"
     assert json.loads(dry_run.as_json(ahead))["missing"] == ahead.missing
     here = described(given, chosen(given, CPU, shape_of(str(model))), CPU, shape_of(str(model)))
     assert (ahead.summary == here) != bool(missing), "what is said of this machine is left out"
@@ -291,14 +279,6 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, **job, "LOG": str(folder / "log"), "PATH": f"{folder / 'programs'}:{os.environ['PATH']}"}
 
 
-def pids_of_ray(log: str) -> list[int]:
-    return [int(pid) for pid in re.findall(r"^ray .*pid=(\d+)$", log, flags=re.MULTILINE)]
-
-
-def runs(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
 def test_the_script_starts_ray_on_all_nodes_and_the_run_on_the_first(job: Path) -> None:
     # The run waits here until Ray's commands have been called, as the real one waits for its nodes.
     stub(job.parent / "programs" / "grpo", 'until [ "$(grep -c ^ray "$LOG")" -ge 2 ]; do sleep 0.02; done\n' + GRPO)
@@ -315,7 +295,8 @@ def test_the_script_starts_ray_on_all_nodes_and_the_run_on_the_first(job: Path) 
     assert run == (
         f"grpo run --run-dir it's here --cluster auto --cluster-nodes 3 address=10.0.0.7:20017 folder={job.parent}"
     )
-    assert len(pids_of_ray(log)) == 2 and not [pid for pid in pids_of_ray(log) if runs(pid)]
+    pids = [int(pid) for pid in re.findall(r"^ray .*pid=(\d+)$", log, flags=re.MULTILINE)]
+    assert len(pids) == 2 and not alive(pids)
 
 
 def test_the_end_of_the_jobs_time_reaches_the_run(job: Path) -> None:

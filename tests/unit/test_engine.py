@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.unit.factories import refusing, story
+from tests.unit.factories import refusing
 from vllm_server.errors import IncompatibleError, ServeError
 from vllm_server.fence import SharedEngine
 from vllm_server.policy import Lease, PolicyRegistry, Version
@@ -147,7 +147,6 @@ class Door:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("refusal", [None, ServeError, asyncio.CancelledError], ids=["begins", "torn", "cancelled"])
-@story
 async def test_each_completion_of_vllms_own_requests_waits_and_gets_the_new_cache_key(
     n: int, refusal: type[BaseException] | None
 ) -> None:

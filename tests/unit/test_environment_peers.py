@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -21,7 +20,7 @@ from environments.peers.rollout_api import RolloutApi
 from grpo_common.http import Complaint, complaint
 from grpo_trainer.config.server import Server
 from tests.processes import free_port
-from tests.stand_ins import Asked, Reply, answering
+from tests.stand_ins import Asked, Reply, answering, then_closed
 from vllm_server.errors import ServeError
 
 NAME = "the oracle"
@@ -30,14 +29,8 @@ MSGPACK = "application/msgpack"
 
 
 def ask(url: str, method: str = "GET", path: str = "/", *, patience: float = 30.0, timeout: float = 60.0) -> Answer:
-    async def scene() -> Answer:
-        peer = Peer(NAME, url, patience=patience, timeout=timeout)
-        try:
-            return await peer.request(method, path)
-        finally:
-            await peer.close()
-
-    return asyncio.run(scene())
+    peer = Peer(NAME, url, patience=patience, timeout=timeout)
+    return then_closed(peer, lambda peer: peer.request(method, path))
 
 
 def test_what_may_pass_is_asked_again_and_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,12 +106,8 @@ GROUP = wire.ScoredData(
 )
 
 
-async def with_server(url: str, work: Callable[[RolloutApi], Awaitable[Any]]) -> Any:
-    api = RolloutApi(CONFIG.model_copy(update={"rollout_server_url": url}))
-    try:
-        return await work(api)
-    finally:
-        await api.close()
+def with_server(url: str, work: Callable[[RolloutApi], Awaitable[Any]]) -> Any:
+    return then_closed(RolloutApi(CONFIG.model_copy(update={"rollout_server_url": url})), work)
 
 
 def test_a_post_whose_answer_is_lost_is_repeated_whole_and_with_its_key() -> None:
@@ -130,19 +119,16 @@ def test_a_post_whose_answer_is_lost_is_repeated_whole_and_with_its_key() -> Non
         return lost.get(len(asked), Reply(json={"status": "received"}, headers={"Content-Type": wire.JSON}))
 
     with answering(lose_twice) as url:
-        asyncio.run(with_server(url, lambda api: api.post(GROUP)))
+        with_server(url, lambda api: api.post(GROUP))
     assert len(asked) == 3 and len({each.headers["idempotency-key"] for each in asked}) == 1
     for each in asked:
         assert each.headers["content-type"] == wire.MSGPACK and wire.decode_group(each.content) == GROUP
 
 
 def test_another_kind_of_server_is_named() -> None:
-    async def work(api: RolloutApi) -> None:
-        await api.register("sums")
-
     page = Reply(content=b"<html>welcome</html>")
     with answering(lambda _: page) as url, pytest.raises(PeerError) as error:
-        asyncio.run(with_server(url, work))
+        with_server(url, lambda api: api.register("sums"))
     assert "/register-env" in error.value.field and "--env.rollout_server_url" in error.value.fix
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import shutil
 import sqlite3
-import tomllib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,10 +33,9 @@ from grpo_common.errors import UserError
 from grpo_common.formats import FormatError, check_format, check_sqlite
 from grpo_common.roster import Member, Served, in_use, read_members, read_served
 from grpo_trainer.cli import app
-from grpo_trainer.config.options import build
 from grpo_trainer.config.server import Server
 from grpo_trainer.config.train import RolloutConfig, TrainConfig
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import ServerError
 from grpo_trainer.logs.sinks import JsonlSink
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.model.load import load_model
@@ -50,79 +47,62 @@ from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress, read_state, seal
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.shared.bridge_file import read_bridge_config
 from grpo_trainer.trainer import Trainer
 from tests.golden.stand_in import bridge_config, write_config
-from tests.old_runs import FINISHED, HOME, MODEL, UNFINISHED, copy_of
-from tests.stand_ins import Asked, Reply, answering, registration
-from tests.unit.factories import bridge_info, refusing
+from tests.old_runs import FINISHED, HOME, MODEL, UNFINISHED, config_of, content, copy_of
+from tests.stand_ins import Asked, Reply, answering, registration, then_closed
+from tests.unit.factories import bridge_info
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import FatalError
 from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile
 
-Edit = Callable[[Path], None]
+NEWER_STORE = wire.STORE_FORMAT + 1
 
 
-def numbered_2(path: Path) -> None:
-    """Give a JSON object, or the last line of a file of them, the number 2."""
+def numbered(path: Path) -> None:
+    """Give a JSON object, or the last line of a file of them, the next number; a new file has nothing else."""
+    if path.suffix == ".sqlite":
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"PRAGMA user_version = {NEWER_STORE}")
+        return
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
     lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
     lines[-1] = json.dumps({**json.loads(lines[-1]), "format": 2})
     path.write_text("\n".join(lines) + "\n")
 
 
-NEWER_STORE = wire.STORE_FORMAT + 1
-
-
-def newer_sqlite(path: Path) -> None:
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {NEWER_STORE}")
-
-
-def write_numbered_2(path: Path) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text('{"format": 2}')
-
-
 @contextmanager
 def refused(folder: Path, field: str, kind: type[UserError] = FormatError) -> Iterator[None]:
-    """That the block is refused with the file and both numbers named, and that every file of the folder is as before.
-
-    SQLite's index of a journal (`-shm`) holds no data: each process that opens the file makes it.
-    """
-
-    def contents() -> dict[Path, bytes]:
-        files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith("-shm")]
-        return {path: path.read_bytes() for path in files}
-
-    before = contents()
+    """That the block is refused with the file and both numbers named, and every file of the folder is as before."""
+    before = content(folder)
     with pytest.raises(kind) as error:
         yield
     assert error.value.field.endswith(field)
     newer = NEWER_STORE if field == "queue.sqlite" else 2
     assert error.value.got == f"format {newer}" and error.value.wanted.startswith(f"format {newer - 1},")
     assert error.value.fix
-    assert contents() == before
+    assert content(folder) == before
 
 
-def command(*words: object) -> None:
-    """Run a `grpo` command in this process; raise its error."""
-    CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+def command(*words: object) -> str:
+    """Run a `grpo` command in this process; return what it prints, or raise its error."""
+    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 @pytest.mark.parametrize(
-    ("name", "edit"),
+    "name",
     [
-        ("metrics.jsonl", numbered_2),
-        ("samples.jsonl", numbered_2),
-        ("checkpoints/step_3/state.json", numbered_2),
-        ("queue.sqlite", newer_sqlite),
-        ("servers/members.json", write_numbered_2),
-        ("servers/served.json", write_numbered_2),
+        *("metrics.jsonl", "samples.jsonl", "checkpoints/step_3/state.json", "queue.sqlite"),
+        *("servers/members.json", "servers/served.json"),
     ],
 )
-def test_resume_of_a_newer_run(tmp_path: Path, name: str, edit: Edit) -> None:
+def test_resume_of_a_newer_run(tmp_path: Path, name: str) -> None:
     folder = copy_of(UNFINISHED, tmp_path)
-    edit(folder / name)
+    numbered(folder / name)
     with refused(tmp_path, name):
         command("run", "--model-name", "m", "--run-dir", folder, "--resume", "auto")
     if name == "queue.sqlite":  # nor is it emptied where a new run begins
@@ -139,7 +119,7 @@ def test_resume_of_a_newer_run(tmp_path: Path, name: str, edit: Edit) -> None:
 def test_report_and_list_of_a_newer_run(tmp_path: Path, name: str) -> None:
     folder = copy_of(FINISHED, tmp_path)
     copy_of(UNFINISHED, tmp_path)
-    numbered_2(folder / name)
+    numbered(folder / name)
     with refused(tmp_path, name):
         command("report", folder)
     listed = {Path(run.folder).name: run.state for run in list_runs(tmp_path)}
@@ -155,7 +135,7 @@ def test_resume_and_export_of_newer_checkpoints(tmp_path: Path, resume: str) -> 
     folder = copy_of(UNFINISHED, tmp_path)
     damaged = shutil.copytree(folder / "checkpoints" / "step_3", folder / "checkpoints" / "step_1")
     (damaged / "state.json").write_text("{")  # would be moved aside
-    numbered_2(folder / "checkpoints" / "step_3" / "state.json")
+    numbered(folder / "checkpoints" / "step_3" / "state.json")
     named = resume if resume in ("auto", "never") else str(folder / resume)
     saver = checkpoints(trainer_of_all_weights(), folder / "checkpoints", resume=named)
     with refused(tmp_path, "step_3/state.json"):
@@ -177,11 +157,9 @@ def test_a_newer_queue_is_not_opened(tmp_path: Path, journal: bool) -> None:
         Store(killed / "queue.sqlite")
 
 
-def test_a_newer_bridge_file_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+def test_a_newer_bridge_file_is_not_replaced(tmp_path: Path) -> None:
     path = write_config(tmp_path, bridge_config("m", {}, schema_version=2))
     before = path.read_bytes()
-    with refusing(BridgeError, f"{path}: schema_version", got="2", wanted="1"):
-        read_bridge_config(path)
     with pytest.raises(FatalError) as server:
         BridgeFile(path).check()
     assert "schema_version 2" in server.value.got and server.value.fix
@@ -196,13 +174,6 @@ def answers_of(**by_path: Any) -> Callable[[Asked], Reply]:
     return answer
 
 
-async def closed_after(client: Any, ask: Callable[[Any, str], Awaitable[object]]) -> None:
-    try:
-        await ask(client, "name")
-    finally:
-        await client.close()
-
-
 def test_clients_refuse_newer_servers(tmp_path: Path) -> None:
     info = msgspec.to_builtins(msgspec.structs.replace(bridge_info(), format=2))
     with answering(answers_of(bridge_info=info, health={})) as url:
@@ -210,7 +181,7 @@ def test_clients_refuse_newer_servers(tmp_path: Path) -> None:
         with refused(tmp_path, url, ServerError):
             client.wait_until_ready()
         with refused(tmp_path, url, PeerError):
-            asyncio.run(closed_after(Peer("the inference server", url, patience=5.0), detect))
+            then_closed(Peer("the inference server", url, patience=5.0), lambda peer: detect(peer, "name"))
 
     registered = {"register": {"uuid": 1, "format": 2}, "register_env": {"status": "success", "format": 2}}
     with answering(answers_of(**registered)) as url:
@@ -218,7 +189,7 @@ def test_clients_refuse_newer_servers(tmp_path: Path) -> None:
             RolloutClient(RolloutConfig(atropos_url=url, rollout_timeout=5), registration(4), lambda: None).register()
         config = BaseEnvConfig(tokenizer_name="m", group_size=2, rollout_server_url=url, retry_timeout=5.0)
         with refused(tmp_path, url, PeerError):
-            asyncio.run(closed_after(RolloutApi(config), RolloutApi.register))
+            then_closed(RolloutApi(config), lambda api: api.register("name"))
 
 
 def test_what_is_written_has_its_number(tmp_path: Path) -> None:
@@ -233,11 +204,11 @@ def test_what_is_written_has_its_number(tmp_path: Path) -> None:
 
 
 def test_check_format(tmp_path: Path) -> None:
-    for content in ({}, {"format": 1}, {"format": 2}, [], [{"format": 3}], 0, 2):
-        check_format("file", content, 2)
-    for content in ({"format": 3}, {"format": "2"}, {"format": None}, 3):
+    for known in ({}, {"format": 1}, {"format": 2}, [], [{"format": 3}], 0, 2):
+        check_format("file", known, 2)
+    for newer in ({"format": 3}, {"format": "2"}, {"format": None}, 3):
         with pytest.raises(FormatError):
-            check_format("file", content, 2)
+            check_format("file", newer, 2)
     check_sqlite(tmp_path / "none", 1)
     (tmp_path / "empty").touch()
     check_sqlite(tmp_path / "empty", 1)
@@ -260,26 +231,14 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return whole.hexdigest()
 
 
-def command_read(*words: object) -> str:
-    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
-def config_of(folder: Path) -> TrainConfig:
-    """A run's own options, with its model and its checkpoints where they are now."""
-    options = tomllib.loads((folder / "config" / "trainer.toml").read_text())
-    options |= {"model_name": str(MODEL), "save_path": str(folder / "checkpoints"), "resume": "auto", "device": "cpu"}
-    return build(TrainConfig, options)
-
-
 def trainer_of(config: TrainConfig, policy: Policy) -> tuple[Trainer, Checkpoints]:
     trainer = Trainer(policy.model, config)
     return trainer, Checkpoints(config, policy, trainer.optimizer, trainer.norms)
 
 
-def check_optimizer(trainer: Trainer, saved: Mapping[str, Any], steps: int) -> None:
-    """That the optimizer has the states of the file, bit for bit, after that many steps."""
+def check_optimizer(trainer: Trainer, checkpoint: Path, steps: int) -> None:
+    """That the optimizer has the states of the checkpoint, bit for bit, after that many steps."""
+    saved = torch.load(checkpoint / "trainer_state.pt", weights_only=True)["optimizer"]
     loaded = trainer.optimizer.state_dict()["state"]
     assert loaded.keys() == saved["state"].keys() == set(range(len(trainer.parameters)))
     for number, state in saved["state"].items():
@@ -291,9 +250,9 @@ def check_optimizer(trainer: Trainer, saved: Mapping[str, Any], steps: int) -> N
 def test_report_and_list(tmp_path: Path) -> None:
     finished, unfinished = copy_of(FINISHED, tmp_path), copy_of(UNFINISHED, tmp_path)
     for folder, prompt in ((finished, "0+1="), (unfinished, "2+3=")):
-        command_read("report", folder)
+        command("report", folder)
         assert prompt in (folder / "report.html").read_text(), "the samples are on the page"
-    found = {Path(run["folder"]).name: run for run in json.loads(command_read("runs", tmp_path, "--json"))}
+    found = {Path(run["folder"]).name: run for run in json.loads(command("runs", tmp_path, "--json"))}
     kept = ("mode", "model", "steps", "total_steps", "reward", "state")
     assert {name: tuple(run[key] for key in kept) for name, run in found.items()} == {
         # (0.4375 + 0.5 + 0.375 + 0.4375) / 4
@@ -329,23 +288,22 @@ def test_files_of_old_runs() -> None:
 
 def test_the_adapter_is_resumed(tmp_path: Path) -> None:
     folder = copy_of(FINISHED, tmp_path)
-    config = config_of(folder)
+    config = config_of(folder, folder)
     trainer, checkpoints = trainer_of(config, build_policy(config))
     progress = checkpoints.resume()
     path = folder / "checkpoints" / "adapter_final"
     assert checkpoints.safe_path == path
     assert (progress.step, progress.policy_version, len(progress.batches)) == (4, 4, 4)
     assert digest(load_file(path / "adapter_model.safetensors")) == ADAPTER
-    saved = torch.load(path / "trainer_state.pt", weights_only=True)
     assert isinstance(trainer.model, PeftModel) and digest(adapter_state(trainer.model)) == ADAPTER
-    check_optimizer(trainer, saved["optimizer"], steps=4)
+    check_optimizer(trainer, path, steps=4)
     before = read_state(folder / "checkpoints" / "adapter_step_3").progress
     assert (before.step, before.policy_version) == (3, 3)
 
 
 def test_all_weights_are_resumed_from_the_checkpoint_before_the_kill(tmp_path: Path) -> None:
     folder = copy_of(UNFINISHED, tmp_path)
-    config = config_of(folder)
+    config = config_of(folder, folder)
     source = msgspec.json.decode((folder / "config" / FILE_NAME).read_bytes(), type=BridgeConfigFile)
     assert (source.schema_version, source.num_params) == (1, 10)
     policy = SharedWeights(load_model(config).requires_grad_(True), None, source)
@@ -357,8 +315,7 @@ def test_all_weights_are_resumed_from_the_checkpoint_before_the_kill(tmp_path: P
     batches = ("da1043760e009b29", "dea9cfae8f05fc76", "b3db034ea7eb50a3")
     assert (progress.step, progress.policy_version, progress.batches) == (3, 3, batches)
     assert digest({name: each.detach() for name, each in trainer.model.named_parameters()}) == WEIGHTS
-    saved = torch.load(path / "trainer_state.pt", weights_only=True)
-    check_optimizer(trainer, saved["optimizer"], steps=3)
+    check_optimizer(trainer, path, steps=3)
     assert sum(each.numel() for each in trainer.parameters) == 8256
 
 
@@ -392,12 +349,12 @@ def test_export(tmp_path: Path, run: Path) -> None:
     folder, out = copy_of(run, tmp_path), tmp_path / "out"
     adapter = run == FINISHED
     base = ("--model-name", MODEL) if adapter else ()
-    assert command_read("export", folder, out, *base).strip() == str(out)
+    assert command("export", folder, out, *base).strip() == str(out)
     file = "adapter_model.safetensors" if adapter else "model.safetensors"
     assert digest(load_file(out / file)) == (ADAPTER if adapter else WEIGHTS)
     assert not (out / "state.json").exists() and not (out / "trainer_state.pt").exists()
     if adapter:
-        command_read("export", folder, tmp_path / "merged", "--merge", *base)
+        command("export", folder, tmp_path / "merged", "--merge", *base)
         out = tmp_path / "merged"
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.num_parameters() == 8256

@@ -54,16 +54,13 @@ def ask(scope: dict[str, Any], headers: dict[str, str] | list[tuple[str, str]], 
 OWN = {"host": "127.0.0.1"}
 
 
-def test_a_websocket_is_refused_before_it_is_accepted() -> None:
+def test_a_websocket_is_refused_before_it_is_accepted_and_the_applications_start_passes() -> None:
     socket = {"type": "websocket", "scheme": "ws"}
     assert ask(socket, OWN) == "in"
     assert ask(socket, {"host": "evil.example"}) == "websocket.close"
     assert ask(socket, {**OWN, "origin": "http://evil.example"}) == "websocket.close"
     assert ask(socket, OWN, keys=["k"]) == "websocket.close"
     assert ask(socket, {**OWN, "authorization": "Bearer k"}, keys=["k"]) == "in"
-
-
-def test_the_start_and_end_of_the_application_pass() -> None:
     assert ask({"type": "lifespan"}, {}, keys=["k"]) == "in"
 
 
