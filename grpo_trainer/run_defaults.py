@@ -149,11 +149,8 @@ def described(given: RunConfig, config: RunConfig, machine: Machine, shape: Mode
 
 def _paragraph(config: RunConfig, machine: Machine, shape: ModelShape | None) -> str:
     trainer, sequences, prompts = config.trainer, config.trainer.sequences_per_step, config.options.prompts_per_step
-    what = (
-        f"a LoRA adapter of rank {trainer.lora_r}, alpha {trainer.lora_alpha:g}"
-        if trainer.trains_adapter
-        else "all weights"
-    )
+    adapter = f"a LoRA adapter of rank {trainer.lora_r}, alpha {trainer.lora_alpha:g}"
+    what = adapter if trainer.trains_adapter else "all weights"
     batch = f"{prompts} prompts x {sequences // prompts} answers" if prompts else f"{sequences} answers"
     loss = f"loss {trainer.loss}" + (f" with KL {trainer.kl_beta:g}" if trainer.kl_beta else "")
     evaluated = f"evaluated every {trainer.eval_every} steps; " if trainer.eval_every else ""

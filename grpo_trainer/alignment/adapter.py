@@ -284,7 +284,7 @@ class Presence:
 
     modules: int
     seen: int
-    """At least so many modules' absence would have been detected."""
+    """Number of modules of which the proof would have detected the absence; too small if all effects are equal."""
     wrong: tuple[tuple[str, float], ...]
     """Up to 3 names, the clearest finding first, each with the share of the module's effect that is served."""
 
@@ -314,9 +314,8 @@ def look_for_each_module(
         effects |= {name: row_N - whole_N for name, row_N in zip(names, without, strict=True)}
         if not start:
             rest_N = server_N - whole_N
-    rounding: list[
-        str
-    ] = []  # modules whose effects stand for the rounding of a pass; where they have some, fewer count
+    # Modules whose effects stand for the rounding of one pass. Where they have effects of their own, `seen` is smaller.
+    rounding: list[str] = []
     if len(rows) >= 2 * ALIKE:  # of fewer, each would be much of the mean, and have much of the tokens
         alike = sorted(rows, key=lambda name: float(effects[name].abs().median()))[:ALIKE]
         mean_N = torch.stack([rows[name] for name in alike]).mean(0)

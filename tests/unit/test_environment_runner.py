@@ -314,7 +314,7 @@ async def exits(env: Sums) -> wire.ScoredData | None:
     async def score() -> None:
         raise SystemExit(3)
 
-    await asyncio.gather(score())  # in a task of its own, as verifiers calls a reward
+    await asyncio.gather(score())  # gather() runs score() in a task, as verifiers runs a reward
 
 
 async def hangs(env: Sums) -> wire.ScoredData | None:
