@@ -10,6 +10,7 @@ address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" \
     "$programs/python" -c 'import ray; print(ray.util.get_node_ip_address())')
 port=$((20000 + SLURM_JOB_ID % 20000))
 export RAY_ADDRESS=$address:$port RAY_USAGE_STATS_ENABLED=0
+export RAY_worker_niceness=0 # the job's nodes are for the run; Ray's own 15 would make its processes wait for others
 
 # Anyone who reaches Ray could run programs, so it requires this token, which only the job's processes have.
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')

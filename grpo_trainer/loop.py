@@ -155,17 +155,27 @@ class Desk:
 
     def report(self, progress: Progress, result: StepResult, last: bool) -> Metrics:
         """Log the samples of a step, and report it to the rollout API; return the environments' new evaluations."""
-        if self.samples is not None:  # after the publish, for which the servers wait
-            line = self.samples.write(progress.step, result.logprobs)
-            if progress.step == 1 and line:
-                _say(f"step 1: {line}")
+        self._log_samples(progress.step, result)  # after the publish, for which the servers wait
         return self.feed.report(progress.step, last=last)
+
+    def _log_samples(self, step: int, result: StepResult) -> None:
+        if self.samples is not None and (line := self.samples.write(step, result.logprobs)) and step == 1:
+            _say(f"step 1: {line}")
 
     def log(self, step: int, rows: Sequence[Metrics]) -> None:
         """Write a step's row of metrics; after the first step since the start, report how long the start took."""
         passed = START.passed if START.waits() else {}
         self.metrics.log(step, *rows, {f"start/{phase}_reached": Sum(seconds) for phase, seconds in passed.items()})
         report_start(_say)
+
+    def log_ended(self, step: int, result: StepResult, saved: Metrics) -> None:
+        """Log a step that is trained, and will be in a checkpoint, if an error came before its row."""
+        if step > self.metrics.newest:
+            try:
+                self.log(step, (result.metrics, saved))
+                self._log_samples(step, result)
+            except Exception as error:  # the user sees the error that ended the run
+                log.warning("step %d could not be logged", step, exc_info=error)
 
 
 def run_steps(
@@ -184,6 +194,7 @@ def run_steps(
     with world.alike():
         progress = start = progress.going_on_as(bridge.connect(progress.policy_version))
     writes: Writes | None = None
+    result: StepResult | None = None
     saved: Metrics = {}
     try:
         START.enter("proof")
@@ -211,6 +222,7 @@ def run_steps(
                 except Exception as end:
                     if counts_as_trained(end, writes, trainer, world):
                         progress = progress.after_step(trained(desk, batch, world), updated=True)
+                        result = StepResult(True, batch.metrics)
                     elif world.leads:
                         desk.feed.release(batch)
                     raise
@@ -225,6 +237,8 @@ def run_steps(
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 world.lead(partial(settle, desk, progress, checkpoints))
     except Exception as end:
+        if world.leads and result is not None:
+            desk.log_ended(progress.step, result, saved)
 
         def acknowledge(batches: Sequence[str]) -> None:
             if world.leads:

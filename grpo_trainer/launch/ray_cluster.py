@@ -37,15 +37,14 @@ CONNECT_SECONDS = 60.0
 KNOCK_SECONDS = 5.0
 NODES_SECONDS = 300.0
 """Time for all nodes to join."""
-AGENT_SECONDS = 60.0
-"""Time for Ray to start an actor on a node. It waits where others hold the node's GPUs."""
 NEWS_SECONDS = 0.1
 ORDER_SECONDS = 30.0
 """Time for a node's answer; one without an answer is lost."""
 POLL_SECONDS = 0.5
 
 ROOM_SECONDS = 120.0
-"""Time for Ray to give room to a process that comes later; then another node is asked first."""
+"""Time for Ray to give room on a node: to start an actor there, which waits where others hold the GPUs. A process that
+comes later then asks another node first."""
 
 Files = Mapping[Path, bytes]
 
@@ -149,7 +148,7 @@ class RayCluster:
             self._hold(Place(node), gpus, 0 if gpus else min(len(own), int(node.cpus)))
         for room in self._rooms.values():
             try:
-                self._open(room, self._ray.get(room.agent.gpus.remote(), timeout=AGENT_SECONDS))
+                self._open(room, self._ray.get(room.agent.gpus.remote(), timeout=ROOM_SECONDS))
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 raise ConfigError(
                     f"Ray gives this run no room there: {error}",

@@ -59,6 +59,7 @@ class MetricLog:
         self._resumed = bool(earlier)
         self._said = {*episodes(earlier)}
         self._say = say
+        self.newest = 0  # step that was logged
         self.start()
 
     def start(self) -> None:
@@ -68,6 +69,7 @@ class MetricLog:
 
     def log(self, step: int, *parts: Metrics) -> dict[str, float]:
         """Write the metrics of `step` (steps done, from 1)."""
+        self.newest = step
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         numbers = reduce(merge(parts))

@@ -34,6 +34,8 @@ from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, U
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 pytestmark = pytest.mark.timeout(900)
 
+os.environ["RAY_worker_niceness"] = "0"  # or what Ray starts would wait for every other test
+
 UNWATCHED = {"include_dashboard": False, "include_log_monitor": False}
 """Arguments of a head without the processes that show a cluster to people."""
 
@@ -188,7 +190,7 @@ def held(node: Node, gpus: int) -> Any:
 def test_ray_gpus_of_another_run(nodes: Any, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     other = cluster.nodes[1]
     holder = held(other, 2)
-    monkeypatch.setattr(ray_cluster, "AGENT_SECONDS", 2.0)
+    monkeypatch.setattr(ray_cluster, "ROOM_SECONDS", 2.0)
     with refusing(ConfigError, "--cluster", got=other.name):
         cluster.occupy({"server": Place(other, (0,))})
     del holder  # Ray ends it

@@ -128,7 +128,12 @@ class Fakes:
     def start(self) -> None:
         self.events.append("clock")
 
+    @property
+    def newest(self) -> int:
+        return max(self.metrics, default=0)
+
     def log(self, step: int, *_: Any) -> None:
+        self.meet("log")
         self.metrics.append(step)
 
     def maybe_save(self, progress: Progress) -> dict[str, Any]:
@@ -244,7 +249,7 @@ def test_the_wait_for_the_last_evaluation_is_no_step_that_hangs() -> None:
         ("publish", ServerError("no answer"), 3, "stop 2/7"),  # the first call is before any step
         ("publish", ProcessFailedError("the server did not start"), 2, "stop 1/6"),
         ("maybe_save", OSError("disk full"), 2, "stop 2/7"),
-        ("publish", StoppedError(15), 3, "stop 2/7"),  # the step and its batch stay together
+        ("publish", StoppedError(15), 3, "stop 2/7"),  # the step, its batch and its row stay together
     ],
 )
 def test_run_that_ends_between_steps_saves_what_was_learnt(
@@ -260,6 +265,7 @@ def test_run_that_ends_between_steps_saves_what_was_learnt(
         assert said_of(Exception(*event.args or ())) == said_of(error)
     last = "settle b5" if saved == "stop 1/6" else "settle b5,b6"
     assert saved in fakes.events and fakes.events[-1] == last
+    assert fakes.metrics == list(range(1, int(saved[5]) + 1))  # a resumed run has a row of each step
     assert ("release b7" in fakes.events) == (method == "step")
 
 
@@ -283,6 +289,7 @@ def test_a_step_counts_though_its_fence_failed_once_it_was_written_or_prepared(
         run(fakes, 1)
     assert (said_of(ended.value) >= SAVED | {"1"}) is counts
     assert fakes.events[-2:] == (["stop 1/6", "settle b5"] if counts else ["last batch 5", "release b5"])
+    assert fakes.metrics == ([1] if counts else [])
 
 
 @pytest.mark.parametrize(
@@ -311,6 +318,13 @@ def test_weights_that_nobody_vouches_for_are_not_saved(spoilt_by: str) -> None:
         run(fakes, 5, start=Progress(3, 5), world=world)
     assert said_of(ended.value) >= {"step_3", "--resume"}
     assert not [event for event in fakes.events if event.startswith(("stop", "settle"))]
+
+
+def test_a_step_that_can_not_be_logged_at_the_end_is_saved() -> None:
+    fakes: Any = Fakes(True, faults={("publish", 2): ServerError("gone"), ("log", 1): OSError("disk full")})
+    with pytest.raises(ServerError) as ended:
+        run(fakes, 1)
+    assert said_of(ended.value) >= SAVED and fakes.events[-2:] == ["stop 1/6", "settle b5"]
 
 
 def test_run_that_ends_before_anything_was_learnt_leaves_no_checkpoint() -> None:
