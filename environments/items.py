@@ -25,6 +25,10 @@ class Shuffled(Generic[Item]):
         self._seed = seed
         self._epoch, self._order = -1, list[int]()
 
+    def __len__(self) -> int:
+        """The number of different items."""
+        return len(self._items)
+
     def __iter__(self) -> Iterator[Item]:
         return self
 

@@ -197,20 +197,26 @@ def train(ctx: typer.Context, config: ConfigFile = None) -> None:
     train_loop(train_config)
 
 
-@app.command(cls=taking(RunSection, *FIRST_OF_A_RUN, "--json", hidden=SET_BY_THE_RUN), context_settings=ANY_FLAG)
+@app.command(
+    cls=taking(RunSection, *FIRST_OF_A_RUN, "--for-gpus", "--json", hidden=SET_BY_THE_RUN), context_settings=ANY_FLAG
+)
 def doctor(
     ctx: typer.Context,
     config: ConfigFile = None,
     env: Environment = None,
     data: Data = None,
     reward: Reward = None,
+    for_gpus: Annotated[
+        str | None,
+        typer.Option(metavar="GPUS", help="Only plan memory, for GPUs elsewhere: 24, or 4x80 (GB)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Check whether `grpo run` with these options would work; without any, check the machine. Exit with 1 if not."""
+    """Check if `grpo run` would work with these options; without any, the machine."""
     from rich.console import Console
 
     from grpo_trainer.doctor import checks
-    from grpo_trainer.machine import look
+    from grpo_trainer.machine import described_machine, look
 
     run_config: RunConfig | ConfigError | None = None
     if config or given(ctx) or env or data or reward or ctx.args:
@@ -218,8 +224,12 @@ def doctor(
             run_config = _read_run(ctx, config, {"env": env, "data": data, "reward": reward})
         except ConfigError as error:
             run_config = error
+    elif for_gpus:
+        wanted = "the options of a run"
+        raise ConfigError(field="--for-gpus", got="no run", wanted=wanted, fix="add --model, or --config")
+    machine = described_machine(for_gpus) if for_gpus else look()
     with stopped_at_once():  # it ends the processes that it has started
-        findings, memory = checks.examine(look(), run_config)
+        findings, memory = checks.examine(machine, run_config, is_here=not for_gpus)
     if as_json:
         typer.echo(checks.as_json(findings, memory))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from threading import Thread
 
 import psutil
 import pynvml
+
+from grpo_trainer.errors import ConfigError
 
 SHM = Path("/dev/shm")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
@@ -104,6 +107,21 @@ def look() -> Machine:
         version=_version,
         requires=lambda name: importlib.metadata.requires(name) or [],
     )
+
+
+def described_machine(gpus: str) -> Machine:
+    """Return a machine that has GPUs as `24` or `4x80` says: their number, and GB of each as makers count (2^30 bytes).
+
+    Raises:
+        ConfigError: the text says nothing of this kind.
+    """
+    found = re.fullmatch(r"(?:([1-9]\d?)x)?([1-9]\d{0,3})", gpus)
+    if found is None:
+        wanted = "GB of a GPU, or NUMBERxGB"
+        raise ConfigError(field="--for-gpus", got=gpus, wanted=wanted, fix="for example --for-gpus 24, or 4x80")
+    size = int(found[2]) << 30
+    each = Gpu(f"{found[2]} GB", "", size, size)
+    return Machine(python=platform.python_version(), memory=main_memory().total, gpus=(each,) * int(found[1] or 1))
 
 
 def _version(name: str) -> str | None:

@@ -22,6 +22,7 @@ import msgspec
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
+from environments.items import Shuffled
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.groups import EnvironmentFailed, GroupMaker, set_up
@@ -162,6 +163,9 @@ class Runner:
             *(answer.wandb_name, info.batch_size, self.config.group_size, answer.starting_step),
             self._limits.last_step if last_steps else "any number",
         )
+        items, groups = getattr(self.env, "items", None), info.batch_size // self.config.group_size
+        if isinstance(items, Shuffled) and len(items) < groups:
+            log.warning("a step has up to %d groups, of %d items: it has some more than once", groups, len(items))
 
     def _state_files(self) -> StateFiles | None:
         """Return the state files, in the folder of the settings or else in the trainer's checkpoints, if visible."""
@@ -193,7 +197,12 @@ class Runner:
                 async with self._changed:
                     self._changed.notify_all()
 
+        def end(task: asyncio.Task[None]) -> None:  # that of a task which was cancelled before it began
+            work.close()
+            self._tasks.pop(task, None)
+
         task = asyncio.create_task(run())
+        task.add_done_callback(end)
         self._tasks[task] = ""
         return task
 

@@ -74,6 +74,8 @@ BENDING = {
     "--override-generation-config": "",
 }
 """Arguments of a server that change what it samples from, or the logprobs of it; and their value that does not."""
+OF_ANY_MACHINE = ("options together", "model", "memory")
+"""Checks of a run that need not be made on its own machine."""
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]", "skip": "[dim]skip[/]"}
 
 
@@ -151,9 +153,11 @@ of_run = partial(of_machine, checks=RUN_CHECKS)
 """Add a check of a run, likewise."""
 
 
-def examine(machine: Machine, config: RunConfig | ConfigError | None) -> tuple[list[Finding], MemoryPlan | None]:
+def examine(
+    machine: Machine, config: RunConfig | ConfigError | None, *, is_here: bool = True
+) -> tuple[list[Finding], MemoryPlan | None]:
     """Return the findings for a run, for the error of its configuration, or for the machine alone; and the memory plan,
-    None where there can't be one."""
+    None where there can't be one. Of a machine that is not this one, only its GPUs are known."""
 
     def findings(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
         for name, judge in checks:
@@ -162,10 +166,12 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None) -> tuple[l
                 yield replace(each, name=each.name or name)
 
     case = Case(machine, config if isinstance(config, RunConfig) else None)
-    of_the_machine = list(findings(MACHINE_CHECKS))
+    of_the_machine = list(findings(MACHINE_CHECKS if is_here else ()))
     if not isinstance(config, RunConfig):
         refused = [refusal(problem, "configuration") for problem in (config.problems if config else ())]
         return [*of_the_machine, *refused], None
+    if not is_here:
+        return [*findings(each for each in RUN_CHECKS if each[0] in OF_ANY_MACHINE)], case.memory
     with trying(config, everything=True, patient=True) as case.trials:  # in the background
         return [*of_the_machine, *findings(RUN_CHECKS)], case.memory
 

@@ -34,7 +34,7 @@ from tests.unit.test_supervisor import CHILD, LAST, SERVER, SLEEPER, STUBBORN, U
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 pytestmark = pytest.mark.timeout(900)
 
-os.environ["RAY_worker_niceness"] = "0"  # or what Ray starts would wait for every other test
+os.environ |= {"RAY_worker_niceness": "0"}  # or what Ray starts would wait for every other test
 
 UNWATCHED = {"include_dashboard": False, "include_log_monitor": False}
 """Arguments of a head without the processes that show a cluster to people."""

@@ -110,10 +110,10 @@ def shell_lines(text: str) -> list[list[str]]:
 def commands(text: str) -> list[list[str]]:
     """The arguments of each `grpo run` and `grpo doctor` of a page's shell blocks.
 
-    Commands with a placeholder, on an earlier run, or for a job script are left out.
+    Commands with a placeholder, on an earlier run, for a job script or another machine are left out.
     """
     lines = [words[2:] for words in shell_lines(text) if words[0] == "grpo" and words[1] in ("run", "doctor")]
-    placeholder = r"[…$]|\b[A-Z]{3,}\b|--(resume|config) runs/|--slurm"
+    placeholder = r"[…$]|\b[A-Z]{3,}\b|--(resume|config) runs/|--slurm|--for-gpus"
     return [words for words in lines if {*words} - {"--json"} and not re.search(placeholder, " ".join(words))]
 
 

@@ -40,7 +40,7 @@ from grpo_trainer.doctor.checks import SUPPORTED, as_json, examine, fails, print
 from grpo_trainer.doctor.trials import tried
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
 from grpo_trainer.launch.trial import trying
-from grpo_trainer.machine import Gpu, Machine, links_in_words, list_gpus, look
+from grpo_trainer.machine import Gpu, Machine, described_machine, links_in_words, list_gpus, look
 from grpo_trainer.memory import GB, MemoryPlan
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import run
@@ -375,10 +375,26 @@ def test_a_memory_plan_too_large(model: Path) -> None:
     small = replace(MACHINE, gpus=(Gpu("A10", "GPU-a", 24 * GIB, 24 * GIB),))
     config = {**CONFIG, "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152_064, "intermediate_size": 18944}
     (model / "config.json").write_text(json.dumps(config))
-    examination = look_at(run_of(model, training_steps=3), small)
-    found = next(finding for finding in examination.findings if finding.name == "memory")
-    assert found.status == "fail" and "GPU 0" in found.got and "25.8 GB" in found.got
-    assert "--server.gpu-memory-utilization" in found.fix or "--gradient-checkpointing" in found.fix
+    run = run_of(model, training_steps=3)
+    for examination in (look_at(run, small), Examined(*examine(described_machine("24"), run, is_here=False))):
+        found = next(finding for finding in examination.findings if finding.name == "memory")
+        assert found.status == "fail" and "GPU 0" in found.got and "25.8 GB" in found.got
+        assert "--server.gpu-memory-utilization" in found.fix or "--gradient-checkpointing" in found.fix
+
+
+def test_doctor_of_gpus_that_are_not_here(model: Path) -> None:
+    """Their number is checked, and nothing of this machine."""
+    run = run_of(model, device="cuda:1")
+    for gpus, status in (("24", "fail"), ("2x24", "ok")):
+        found, plan = examine(described_machine(gpus), run, is_here=False)
+        told = {each.name: each.status for each in found}
+        assert told == {"configuration": "ok", "options together": status, "model": "ok", "memory": "ok"}
+        assert plan is not None and {row.device for row in plan.rows} == {0, 1}
+    for wrong in ("", "x", "0", "0x24", "24GB"):
+        with refusing(ConfigError, "--for-gpus", got=wrong):
+            described_machine(wrong)
+    done = CliRunner().invoke(cli.app, ["doctor", "--for-gpus", "24"])
+    assert isinstance(done.exception, ConfigError) and done.exception.field == "--for-gpus"
 
 
 def test_a_run_on_a_cluster_is_not_judged_by_this_machines_gpus(model: Path) -> None:

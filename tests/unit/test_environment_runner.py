@@ -20,6 +20,7 @@ from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.demo_model.model import build_tokenizer
+from environments.items import Shuffled
 from environments.peers.http import PeerError
 from environments.running import groups, runner
 from environments.running.cli import evaluate, process
@@ -414,6 +415,17 @@ async def test_process_writes_each_group_that_is_made(
     with refusing(PeerError, "sums", got="3 groups", wanted="4 groups"):
         await process(env, 4)
     assert len((tmp_path / "few.jsonl").read_bytes().splitlines()) == 3
+
+
+@pytest.mark.parametrize(("items", "warns"), [(3, True), (4, False)])
+async def test_runner_warns_of_fewer_items_than_a_step_has_groups(
+    items: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, env = await started(), Sums(config(), plain)
+    env.items = Shuffled(range(items), 0)
+    async with running(env, service):
+        await train(service, steps=3)
+    assert [record.args for record in caplog.records if record.levelno == logging.WARNING] == [(4, items)] * warns
 
 
 async def test_a_group_larger_than_the_batch_is_refused() -> None:
