@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from typing import Any
 
 import psutil
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
 
 
 def kill_group(leader: subprocess.Popen[Any]) -> None:
@@ -21,3 +26,9 @@ def kill_group(leader: subprocess.Popen[Any]) -> None:
     if leader.returncode is None or not psutil.pid_exists(leader.pid):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(leader.pid, signal.SIGKILL)
+
+
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends, also during imports."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, by)

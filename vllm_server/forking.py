@@ -48,7 +48,6 @@ _FOR_SPAWNED = (METHOD_VARIABLE, "VLLM_ENABLE_CUDA_COMPATIBILITY")
 _CORES_VARIABLE, _ANY_CORES = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 """vLLM's variable that gives each worker on a CPU its cores, which OpenMP reads when it is loaded; and "none"."""
 
-_PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALISED = 3
 
 logger = logging.getLogger("vllm.grpo.forking")
@@ -163,11 +162,6 @@ def too_late(started_with: Mapping[str, str], now: Mapping[str, str]) -> str:
     wanted = now.get("LD_PRELOAD", "").replace(":", " ").split()
     missing = [library for library in wanted if os.path.realpath(library) not in loaded]
     return f"LD_PRELOAD names {missing[0]}, which it has not loaded" if missing else ""
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, also during imports."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

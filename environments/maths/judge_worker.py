@@ -15,24 +15,22 @@ It also searches texts for a regular expression, which may take any time, too:
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
 import resource
-import signal
 import sys
 from typing import Any, Final
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number, read_number
+from grpo_common.processes import end_with_parent
 
 PATIENCE_S: Final = 2
 """Time limit of each parse and each comparison."""
 MEMORY_BYTES: Final = 4 << 30
 """Memory limit: an answer such as 9^(9^9) could use any amount."""
-PR_SET_PDEATHSIG: Final = 1
 
 
 def equal(gold: list[Any], text: str) -> bool:
@@ -62,8 +60,7 @@ def search(pattern: str, texts: list[str]) -> dict[str, list[bool]]:
 
 def main() -> None:
     """Judge until the input ends, or the environment does, which may be killed while a search never ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a line that a library prints would be taken for a verdict, and each verdict for that of the next

@@ -12,6 +12,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from grpo_common.processes import end_with_parent
 from grpo_trainer.launch.process import HELD_SECONDS
 from grpo_trainer.signals import running_time
 
@@ -125,6 +126,7 @@ def broadcast(rank: int, identity: bytes) -> bool:
 
 def main(what: str, given: str = "") -> int:
     """Be the first process, or with what the first one has given the second; print whether it worked."""
+    end_with_parent()  # `tried` kills the first process, which can't end the second one then
     if what == "ipc":
         worked = take_memory(json.loads(given)) if given else give_memory()
     else:

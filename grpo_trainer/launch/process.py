@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import os
 import re
 import shlex
@@ -24,7 +23,7 @@ import httpx
 import msgspec
 import psutil
 
-from grpo_common.processes import kill_group
+from grpo_common.processes import end_with_parent, kill_group
 from grpo_common.redaction import redacted_arguments, redacted_text
 from grpo_common.status import TRAINED, VARIABLE, Notice, Status, parse
 from grpo_common.text import printable
@@ -51,9 +50,6 @@ STATUS_BYTES = 1 << 20
 CAUSE, CAUSES = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Failure): \S.*"), 3
 """The first lines that name an exception are shown with the last ones, which may only pass it on. Nothing is decided by
 them: vLLM says why its engine died nowhere else."""
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 
 
 class Process:
@@ -101,7 +97,7 @@ class Process:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # once the supervisor dies
+            preexec_fn=lambda: end_with_parent(signal.SIGTERM),  # the supervisor
         )
         pipes = (self.popen.stdout, False), (self.popen.stderr, True)
         self._readers = [threading.Thread(target=self._read, args=pipe, daemon=True) for pipe in pipes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import tomllib
@@ -44,6 +45,7 @@ from grpo_trainer.machine import Gpu, Machine, described_machine, links_in_words
 from grpo_trainer.memory import GB, MemoryPlan
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import run
+from tests.processes import assert_ended
 from tests.unit.factories import refusing
 from vllm_server.protocol.flat import encode_header, lay_out
 
@@ -509,6 +511,23 @@ def test_a_trial_counts_no_time_in_which_the_machine_is_stopped(monkeypatch: pyt
     times = iter((0.0, 0.0))
     monkeypatch.setattr(trials, "running_time", lambda: next(times, 1.0))
     assert trials.ran(["sleep", "600"]) is None
+
+
+def test_a_trials_second_process_ends_with_the_first() -> None:
+    second = """
+import time
+from grpo_trainer.doctor import trials
+trials.broadcast = lambda *_: time.sleep(600)
+print("here", flush=True)
+trials.main("nccl", "00")
+"""
+    command = f"import subprocess, sys\nwith subprocess.Popen([sys.executable, '-c', {second!r}]) as it: print(it.pid)"
+    with subprocess.Popen([sys.executable, "-uc", command], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        pid, here = first.stdout.readline(), first.stdout.readline()
+        first.kill()
+    assert here == "here\n"
+    assert_ended([int(pid)])
 
 
 def test_trials_that_fail(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,11 +18,12 @@ from vllm_server import forking
 
 MODULE = """
 import os, signal, sys, time
+from grpo_common.processes import end_with_parent
 from vllm_server import forking
 started_with = dict(os.environ)
 importer = os.getpid()
 unfit = ""
-forking.end_with_parent()
+end_with_parent()
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 class Reader:

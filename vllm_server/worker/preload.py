@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 
+from grpo_common.processes import end_with_parent
 from vllm_server import forking
 
 started_with = dict(os.environ)
@@ -43,7 +44,7 @@ def _load() -> None:
     importlib.import_module("vllm.utils.system_utils").set_process_title("Forkserver")
 
 
-forking.end_with_parent()
+end_with_parent()
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C; forked engines restore the handler
 try:
     with forking.silence():  # the server prints the same messages for its own imports
