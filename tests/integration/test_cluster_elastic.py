@@ -25,7 +25,7 @@ from tests.runs import assert_fresh, finished, of_mode, rows, started, wait_for_
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 pytestmark = pytest.mark.timeout(1200)
 
-STEPS, GROUPS, WINDOW = 120, 16, 10
+STEPS, GROUPS, WINDOW = 80, 16, 10
 ENVIRONMENTS = '[[environments]]\nname = "tests.integration.odd_environment"\nenv = { group_size = 8 }\n'
 
 
@@ -76,6 +76,7 @@ def test_run_survives_the_loss_of_nodes(demo_model: Path, tmp_path: Path, cluste
     config.write_text(2 * ENVIRONMENTS)
     options = of_mode("lora_only", **{"cluster": cluster.address, "cluster-nodes": 3, "config": config})
     options |= {"training-steps": STEPS, "server.replicas": 2, "trainer-gpus": 2, "checkpoint-interval": 5}
+    options |= {"no-try": True}
     # Without a loss the mean of ten rewards fell by 0.07 at most in 140 steps. With a rate of 1e-3 and 64 samples a
     # step, of four different problems, it fell by 0.3.
     options |= {"batch-size": 16, "gradient-accumulation-steps": 8, "lr": 3e-4}

@@ -22,7 +22,7 @@ import pytest
 from environments.api.queue import Group, Run
 from environments.api.store import Store
 from grpo_common.roster import Member, in_use, read_members
-from tests.integration.odd_environment import FAST
+from tests.integration.odd_environment import FAST, NAME
 from tests.processes import ROOT, tail, wait_for
 from tests.runs import assert_fresh, finished, newest, of_mode, rows, started, wait_for_step
 
@@ -140,7 +140,7 @@ def assert_environments_kept_their_names(run_dir: Path, environments: int) -> No
 
 def options(mode: str, steps: int, **others: Any) -> dict[str, Any]:
     """A step has four groups of eight. It takes about three seconds until the test lets the run go faster."""
-    paced = {"env": "tests.integration.odd_environment", "env--group-size": 8, "checkpoint-interval": 5}
+    paced = {"env": NAME, "no-try": True, "env--group-size": 8, "checkpoint-interval": 5}
     return of_mode(mode, **{"training-steps": steps, "server.replicas": 2, **paced, **others})
 
 
