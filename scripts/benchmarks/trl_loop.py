@@ -197,7 +197,7 @@ def main(
     trl_steps: Annotated[int, typer.Option(help="Steps of TRL; 0: leave it out.")] = 500,
     sequences: Annotated[int, typer.Option(help="Sequences a step.")] = 512,
     group: Annotated[int, typer.Option(help="Sequences of a prompt.")] = 8,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 4e-4,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-4,
     targets: Annotated[str, typer.Option(help="Rewards; the time to reach each is printed.")] = "0.7,0.9",
     more: Annotated[str, typer.Option(help="More arguments for `grpo run`.")] = "",
 ) -> None:
