@@ -60,5 +60,9 @@ def _exchange(one: Path, other: Path) -> None:
         return
     aside = one.with_name(f"{one.name}.aside.tmp")
     other.rename(aside)
-    one.rename(other)
+    try:
+        one.rename(other)
+    except BaseException:
+        aside.rename(other)
+        raise
     aside.rename(one)

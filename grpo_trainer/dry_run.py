@@ -34,6 +34,7 @@ from grpo_trainer.machine import look, visible_names
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import hardware_of, planned, wanted_ports
 from grpo_trainer.run_defaults import chosen, described
+from grpo_trainer.saving.manifest import refuse_to_mix_checkpoints
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 
 
@@ -77,6 +78,7 @@ def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
             taken, options do not go together, the cluster has too few GPUs.
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
+    refuse_to_mix_checkpoints(config.run_dir / "checkpoints", config.trainer.resume, "--run-dir")
     refuse_missing(config.trainer.model_name)
     with trying(config, patient=True) as trials:
         machine, shape = look(), shape_of(config.trainer.model_name)

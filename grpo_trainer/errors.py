@@ -110,8 +110,15 @@ class StoppedError(GrpoError):
 def from_os_error(error: OSError, doing: str) -> GrpoError | None:
     """Return the error for an operating system's error that a user can mend, or None when it is none of those.
 
-    The message says that the program could not do what it was `doing`, e.g. "write metrics".
+    The message says that the program could not do what it was `doing`, e.g. "write metrics", and has the error's notes.
     """
+    known = _known(error, doing)
+    for note in getattr(error, "__notes__", ()) if known else ():
+        known.add(fix=note)
+    return known
+
+
+def _known(error: OSError, doing: str) -> GrpoError | None:
     where = error.filename or "the run folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = ""

@@ -172,10 +172,16 @@ def held_folder(folder: Path, flag: str) -> Iterator[HeldFolder]:
 
 
 def remove_remains(folder: Path, pattern: str) -> None:
-    """Remove temporary files and folders of a killed process whose names match a regular expression."""
-    remains = re.compile(rf"\.(?:{pattern})\.[0-9a-f]{{8}}\.tmp(?:\.aside\.tmp)?")
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if remains.fullmatch(path.name):
+    """Remove temporary files and folders of a killed process whose names match a regular expression.
+
+    A folder that was moved aside to be replaced, and was not, gets its name again.
+    """
+    remains = re.compile(rf"\.({pattern})\.[0-9a-f]{{8}}\.tmp(\.aside\.tmp)?")
+    for path in sorted(folder.iterdir(), reverse=True) if folder.is_dir() else ():  # `.aside.tmp` before its `.tmp`
+        if found := remains.fullmatch(path.name):
+            if found[2] and not (folder / found[1]).exists():
+                path.rename(folder / found[1])
+                continue
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 

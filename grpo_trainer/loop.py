@@ -37,6 +37,7 @@ from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress, seed_generators
+from grpo_trainer.saving.manifest import refuse_to_mix_checkpoints
 from grpo_trainer.server_client import present, wait_for_servers
 from grpo_trainer.shutdown import RunState, Writes, counts_as_trained, save_on_exit
 from grpo_trainer.signals import StepWatch, StopSignal
@@ -62,8 +63,9 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] | None = Non
             processes, rank 0 raises an error that all have met.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
-    import_own_parts(config)  # this check and the next come before any process waits for the others
+    import_own_parts(config)  # this check and the next two come before any process waits for the others
     refuse_to_mix_runs(config.log_dir, config.resume, "--log-dir")
+    refuse_to_mix_checkpoints(config.save_path, config.resume, "--save-path")
     world = (meet or join_others)(config)
     config = config.model_copy(update={"server": present(config.server)})
     grow_segments()

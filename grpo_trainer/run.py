@@ -7,7 +7,6 @@ import secrets
 import shlex
 import sqlite3
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -41,12 +40,18 @@ from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import last_sample
 from grpo_trainer.machine import Machine, look
 from grpo_trainer.metrics.health import last_line
-from grpo_trainer.metrics.rows import NewRows, last_rows, read_rows
+from grpo_trainer.metrics.rows import NewRows, last_rows, read_rows, which
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, process_start
 from grpo_trainer.record import write_record
 from grpo_trainer.run_defaults import chosen, described, planned_cache
-from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_unreadable
+from grpo_trainer.saving.manifest import (
+    STATE_FILE,
+    DamagedError,
+    read_state,
+    refuse_to_mix_checkpoints,
+    refuse_unreadable,
+)
 
 CACHE_VARIABLE = "GRPO_CACHE"
 """Environment variable with a folder to use instead of `~/.cache/grpo`."""
@@ -64,6 +69,7 @@ def run(config: RunConfig, console: Console) -> None:
             everything was ended again when a process failed.
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
+    refuse_to_mix_checkpoints(config.run_dir / "checkpoints", config.trainer.resume, "--run-dir")
     refuse_newer(config)
     if config.trainer.resume == "auto":
         refuse_unreadable(config.run_dir / "checkpoints")
@@ -205,13 +211,14 @@ def supervise(
     replanner: Replanner | None = None,
 ) -> None:
     """Start and watch the processes of a plan, show the run's progress, and at the end whether it learnt."""
-    began, new_rows = time.time(), NewRows(config.run_dir / METRICS_FILE)
+    metrics = config.run_dir / METRICS_FILE
+    earlier, new_rows = {*map(which, read_rows(metrics))}, NewRows(metrics)
     saves = config.trainer.saves
 
     def show() -> None:
         view.say_waits()
         for row in new_rows.read() if supervisor.begun else ():
-            if (row.get("time") or 0.0) < began:  # of a run that is resumed
+            if which(row) in earlier:  # of a run that is resumed
                 view.remember(row)
             else:
                 view.write(row["step"], row)

@@ -116,9 +116,10 @@ class StopSignal:
     """While active, `check` raises the first signal as an error; a second signal interrupts at once."""
 
     def __init__(self) -> None:
-        self._arrived = Arrivals()
+        self._arrived, self._parent = Arrivals(), os.getppid()
         self._before: dict[int, signal._HANDLER] = {}
         self._watched: list[Callable[[], None]] = []
+        self._over = threading.Event()
 
     def __enter__(self) -> StopSignal:
         for number in ending_signals():
@@ -126,17 +127,36 @@ class StopSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _remember(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGTERM and os.getppid() != self._parent:  # the kernel's, as the parent has ended
+            self._parent = os.getppid()
+            if self._arrived.numbers:  # nobody is impatient
+                return
         if self._arrived.add(number) and len(self._arrived.numbers) > 1:
             raise KeyboardInterrupt
 
     def ignore(self) -> None:
-        """Ignore these signals from now on."""
+        """Ignore these signals from now on: rank 0 gets them, too, and needs this process to save.
+
+        Where the parent has ended, rank 0 may be gone without a sign, with its machine. So this process ends then, but
+        leaves time to save.
+        """
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
+        threading.Thread(target=self._end_orphan, name="orphan watch", daemon=True).start()
+
+    def _end_orphan(self) -> None:
+        while os.getppid() == self._parent:
+            if self._over.wait(LOOK_SECONDS):
+                return
+        if StepWatch._ends(self._over, ORPHAN_SECONDS):
+            return
+        log.error("the process that started this one has ended, and rank 0 does not end the run: this process ends")
+        os._exit(os.EX_TEMPFAIL)
 
     def watch(self, check: Callable[[], None]) -> None:
         """Make `check` also call this function."""
@@ -156,6 +176,8 @@ GRACE_SECONDS = 60.0
 """Time between the first report and the end of the process."""
 LOOK_SECONDS = 1.0
 """Between two looks at the clock."""
+ORPHAN_SECONDS = 600.0
+"""Time to save for a process whose parent has ended."""
 
 
 def all_stacks() -> Lines:

@@ -139,8 +139,12 @@ class Process:
         self.note_family()
         kill_group(self.popen)
         for relative in self._family:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            try:
                 relative.kill()
+            except psutil.NoSuchProcess:
+                pass
+            except psutil.AccessDenied:
+                self.take(f"process {relative.pid}, which it started, is another user's and can't be killed\n")
         try:
             self.popen.wait(timeout=HELD_SECONDS)
         except subprocess.TimeoutExpired:

@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -366,8 +367,9 @@ class Supervisor:
                 if running_time() > until or len(self._signals.numbers) >= 2:
                     break
                 time.sleep(POLL_SECONDS / 2)
-        for process in processes:
-            process.kill()
-            process.close()
+        with ExitStack() as ends:  # each, whatever happens to the others
+            for process in reversed(processes):
+                ends.callback(process.close)
+                ends.callback(process.kill)
         self._hear()
         self.table.clear()

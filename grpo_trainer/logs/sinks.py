@@ -11,7 +11,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 from uuid import uuid4
@@ -95,8 +95,9 @@ class MetricLog:
         return numbers
 
     def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as ends:  # each, whatever happens to the others
+            for sink in self._sinks:
+                ends.callback(sink.close)
 
 
 class JsonlSink:
@@ -124,7 +125,8 @@ class JsonlSink:
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # `write` has raised it
+                self._file.close()
 
 
 def machine_metrics() -> dict[str, float]:

@@ -124,6 +124,11 @@ def keep_steps(path: Path, steps_done: int) -> None:
         replace_file(path, kept)
 
 
+def which(row: Row) -> tuple[int, float | None]:
+    """Return what tells a row from those of the same step before a restart. Clocks may be set back."""
+    return row["step"], row.get("time")
+
+
 class NewRows:
     """Reads the rows that another process appends to a file, each once.
 
@@ -134,7 +139,7 @@ class NewRows:
         self._path = path
         self._file: BinaryIO | None = None
         self._incomplete = b""
-        self._newest = float("-inf")
+        self._read = set[tuple[int, float | None]]()
 
     def read(self) -> list[Row]:
         """Return the rows since the last call."""
@@ -146,8 +151,8 @@ class NewRows:
             self._file, self._incomplete = self._path.open("rb"), b""
         content = self._incomplete + self._file.read()
         self._incomplete = _lines(content)[-1]
-        rows = [row for row in read_lines(self._path, content).rows if (row.get("time") or 0.0) > self._newest]
-        self._newest = max([self._newest, *(row["time"] for row in rows if row.get("time"))])
+        rows = [row for row in read_lines(self._path, content).rows if which(row) not in self._read]
+        self._read.update(map(which, rows))
         return rows
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ the optimizer's states, all gather the former for rank 0, and each writes its pa
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import time
@@ -341,10 +342,11 @@ class Checkpoints:
             return Progress()
         self.load(saved.path)
         progress = saved.progress
+        path = self.world.lead(lambda: self._own(saved))
         self._schedule.begun(progress.step)
         if self.world.leads:
-            self.safe, self.safe_path = progress, saved.path
-            self._weights = (progress.policy_version, saved.path)
+            self.safe, self.safe_path = progress, path
+            self._weights = (progress.policy_version, path)
             size = sum(size for size, _ in saved.files.values()) / 1e6
             say(
                 f"resumed {saved.path}: step {progress.step}, policy version {progress.policy_version}, saved "
@@ -381,6 +383,23 @@ class Checkpoints:
             self._check_kind(saved.path)
         return saved
 
+    def _own(self, saved: SavedCheckpoint) -> Path:
+        """Return the checkpoint's folder in `--save-path`: `--resume auto` needs it there before there is a newer one.
+
+        That of another run is linked there, or copied to another file system: its files never change.
+        """
+        if saved.path.resolve().parent == self.config.save_path.resolve():
+            return saved.path
+        path = self._path(saved.progress.step)
+        with whole_folder(path) as folder:
+            for name in (*saved.files, STATE_FILE):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    os.link(saved.path / name, folder / name)
+                except OSError:  # another file system, or one without links
+                    shutil.copyfile(saved.path / name, folder / name)
+        return path
+
     def _named(self, path: Path) -> SavedCheckpoint:
         self._check_kind(path)
         try:
@@ -389,8 +408,9 @@ class Checkpoints:
         except DamagedError as damage:
             fix, why = "use --resume auto to continue from the newest whole one", "the checkpoint is damaged"
             raise _refused(path / damage.field, damage.got, damage.wanted, fix, why) from None
-        step = saved.progress.step
-        newer = [one.path.name for one in saved_checkpoints(self.config.save_path) if one.progress.step > step]
+        step, is_own = saved.progress.step, saved.path.resolve().parent == self.config.save_path.resolve()
+        own = saved_checkpoints(self.config.save_path)
+        newer = [one.path.name for one in own if one.progress.step >= step + is_own]
         if newer:
             why = f"the run would mix with newer checkpoints in {self.config.save_path}"
             fix = "move them away, or choose another --save-path"

@@ -201,6 +201,23 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> SavedCheckpoint | 
     return None
 
 
+def refuse_to_mix_checkpoints(folder: Path, resume: str, flag: str) -> None:
+    """Raise a `ConfigError` if the folder has checkpoints that `--resume` does not continue.
+
+    A new run would delete them, and go on from them after its trainer's restart. Those of step 0 have learnt nothing.
+    """
+    readable, damaged = _read(folder)
+    found = [*damaged, *(one.path for one in readable if one.progress.step)]
+    if resume == "never" and found:
+        raise ConfigError(
+            "has checkpoints already",
+            field=flag,
+            got=found[-1],
+            wanted="a new folder",
+            fix="continue with --resume auto, or choose another folder",
+        )
+
+
 def refuse_unreadable(folder: Path) -> None:
     """Refuse to resume where the state of no checkpoint can be read. The trainer checks all other files, too.
 

@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from grpo_trainer.parallel.shard_states import STATES_FOLDER, Place, read_states
 from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
+from grpo_trainer.saving.manifest import refuse_to_mix_checkpoints
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, refusing, sample
 from tests.unit.tiny_lora import tiny_lora, tiny_qwen
@@ -109,6 +111,31 @@ def test_resume_refuses_paths(tmp_path: Path, folder: str, resume: str, field: s
     place = tmp_path / folder
     with refusing(ConfigError, field.format(place), got=got.format(place)):
         checkpoints(trainer_with(), place, resume=resume.format(place)).resume()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_run_from_anothers_checkpoint_has_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    if not has_links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EXDEV, "another file system")))
+    path = checkpoints(trainer_of_all_weights(), tmp_path / "a").save(Progress(3, 3))
+    branch = checkpoints(trainer_of_all_weights(1), tmp_path / "b", resume=str(path))
+    assert branch.resume() == Progress(3, 3) and branch.safe_path == tmp_path / "b" / "step_3"
+    assert branch.save(Progress(3, 3)) == branch.safe_path
+    assert checkpoints(trainer_of_all_weights(1), tmp_path / "b").resume() == Progress(3, 3)
+    with refusing(ConfigError, f"--resume {path}", got="step_3"):  # it would replace the run's own
+        checkpoints(trainer_of_all_weights(), tmp_path / "b", resume=str(path)).resume()
+
+
+def test_a_new_run_is_refused_where_checkpoints_are(tmp_path: Path) -> None:
+    saver = checkpoints(trainer_with(), tmp_path)
+    saver.save(Progress(0, 0))
+    refuse_to_mix_checkpoints(tmp_path, "never", "--save-path")
+    saver.save(Progress(1, 1))
+    refuse_to_mix_checkpoints(tmp_path, "auto", "--save-path")
+    with refusing(ConfigError, "--save-path", words=["adapter_step_1", "--resume auto"]):
+        refuse_to_mix_checkpoints(tmp_path, "never", "--save-path")
 
 
 def test_weights_written_for_the_server_are_not_written_again_for_the_checkpoint(tmp_path: Path) -> None:

@@ -517,8 +517,7 @@ def test_a_trials_second_process_ends_with_the_first() -> None:
     second = """
 import time
 from grpo_trainer.doctor import trials
-trials.broadcast = lambda *_: time.sleep(600)
-print("here", flush=True)
+trials.broadcast = lambda *_: print("here", flush=True) or time.sleep(600)
 trials.main("nccl", "00")
 """
     command = f"import subprocess, sys\nwith subprocess.Popen([sys.executable, '-c', {second!r}]) as it: print(it.pid)"

@@ -18,6 +18,7 @@ from rich.console import Console
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import unusual_lr
 from grpo_trainer.config.train import ADAPTER_LR, ALL_WEIGHTS_LR, TrainConfig
+from grpo_trainer.errors import from_os_error
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import JsonlSink, MetricLog, machine_metrics
 from grpo_trainer.metrics.health import (
@@ -74,6 +75,17 @@ def test_log_writes_a_row_a_step_and_no_file_before_the_first(tmp_path: Path) ->
     ]
     assert all((row["host/memory_used_gib"] or 0) > (row["host/memory_trainer_gib"] or 0) > 0 for row in rows)
     assert all(0 <= (row["host/cpu"] or 0) <= 1 for row in rows)
+
+
+def test_a_full_disk_hides_neither_the_end_of_a_run_nor_other_trackers(tmp_path: Path) -> None:
+    full, other = JsonlSink(tmp_path / "metrics.jsonl"), Mock()
+    full._file = Path("/dev/full").open("w")
+    log = MetricLog([full, other])
+    with pytest.raises(OSError) as raised:
+        log.log(1, {})
+    raised.value.add_note("saved, continue with --resume auto")
+    log.close()
+    assert other.close.called and "--resume auto" in str(from_os_error(raised.value, "write metrics"))
 
 
 def test_log_of_a_resumed_run_replaces_the_steps_that_it_takes_again(tmp_path: Path) -> None:

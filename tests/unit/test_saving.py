@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,32 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".other").mkdir()
     assert saver(trainer(), tmp_path).resume() == Progress()
     assert [path.name for path in tmp_path.iterdir()] == [".other"]
+
+
+def test_a_replacement_that_was_cut_off_gives_the_old_checkpoint_its_name_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that can't exchange names."""
+    saver(first := trainer(), tmp_path).save(Progress(1, 1))
+    (tmp_path / "step_1").rename(tmp_path / ".step_1.0a1b2c3d.tmp.aside.tmp")
+    (tmp_path / ".step_1.0a1b2c3d.tmp").mkdir()
+    assert saver(first, tmp_path).resume() == Progress(1, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+    rename, number = Path.rename, 0
+
+    def failing(self: Path, target: Path) -> Path:
+        nonlocal number
+        number += 1
+        if number == 2:
+            raise OSError(errno.EIO, "broken")
+        return rename(self, target)
+
+    monkeypatch.setattr(folders.ctypes, "CDLL", lambda _: SimpleNamespace())
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="broken"), whole_folder(tmp_path / "step_1"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"] and read_state(tmp_path / "step_1")
 
 
 def test_whole_folder_is_never_missing_and_syncs_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,33 @@ def test_what_is_sent_for_each_thread_of_a_killed_parent_counts_once(monkeypatch
             signal.raise_signal(signal.SIGINT)
 
 
+def test_the_signal_of_a_parent_that_ends_during_a_save_interrupts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "ONCE_SECONDS", 0.0)
+    with StopSignal() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StoppedError):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_another_trainer_process_outlives_a_parent_that_ends_only_for_the_time_to_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+    codes: list[int] = []
+    for name in ("LOOK_SECONDS", "ORPHAN_SECONDS"):
+        monkeypatch.setattr(signals, name, 0.01)
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    with StopSignal() as stop:
+        stop.ignore()
+        assert not ended.wait(0.1)
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert ended.wait(60) and codes == [os.EX_TEMPFAIL]
+
+
 def trained_by_the_second(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build_policy: Callable[..., object], trainer: Callable[..., object]
 ) -> None:

@@ -343,6 +343,16 @@ def test_supervisor_ends_an_orphan_of_a_process_with_it(tmp_path: Path) -> None:
     wait_for("the orphan's end", lambda: not alive([int(found[1])]), log, 60)
 
 
+def test_supervisor_ends_all_others_where_a_descendant_is_another_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil.Process, "kill", mock.Mock(side_effect=psutil.AccessDenied(1)))
+    last = trainer(f"{UNTIL}until({str(tmp_path / 'logs' / 'env.log')!r}, '\\nasleep')")
+    with Recorded(tmp_path) as supervisor:
+        supervisor.run([[spec("env", SLEEPER), spec("env-2", SLEEPER), last]])
+    assert "another user's" in (tmp_path / "logs" / "env.log").read_text()
+
+
 def test_supervisor_that_is_killed_leaves_no_child(tmp_path: Path) -> None:
     script = f"""
         import sys
