@@ -112,9 +112,9 @@ def from_os_error(error: OSError, doing: str) -> GrpoError | None:
 
     The message says that the program could not do what it was `doing`, e.g. "write metrics", and has the error's notes.
     """
-    known = _known(error, doing)
-    for note in getattr(error, "__notes__", ()) if known else ():
-        known.add(fix=note)
+    if (known := _known(error, doing)) is not None:
+        for note in getattr(error, "__notes__", ()):
+            known.add(fix=note)
     return known
 
 

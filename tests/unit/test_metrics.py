@@ -79,7 +79,7 @@ def test_log_writes_a_row_a_step_and_no_file_before_the_first(tmp_path: Path) ->
 
 def test_a_full_disk_hides_neither_the_end_of_a_run_nor_other_trackers(tmp_path: Path) -> None:
     full, other = JsonlSink(tmp_path / "metrics.jsonl"), Mock()
-    full._file = Path("/dev/full").open("w")
+    full._file = open("/dev/full", "w")  # noqa: PTH123, SIM115
     log = MetricLog([full, other])
     with pytest.raises(OSError) as raised:
         log.log(1, {})
