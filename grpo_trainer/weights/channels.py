@@ -89,7 +89,7 @@ class Way:
     """What the server says of itself."""
     url: str
     folder: Path
-    """For files: of an adapter the server's --lora-root, of all weights a folder of this server alone."""
+    """For files: of an adapter one below the server's --lora-root, of all weights a folder of this server alone."""
     keep: int = 1
     """Versions of an adapter whose files are kept."""
     stored: Mapping[str, Tensor] = field(default_factory=dict)

@@ -80,7 +80,7 @@ class LoraSwap(WeightBridge):
     model: PeftModel
     server: ServerClient
     root: Path
-    """Folder in which the channel `disk` writes; the server's --lora-root."""
+    """Folder in which the channel `disk` writes: the server's --lora-root or one below it."""
     seq_len: int
     """Longest sequence of the training, which the server must be able to serve."""
     proved: Proved | None = field(default=None, init=False)
