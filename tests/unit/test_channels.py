@@ -340,12 +340,15 @@ class GroupServer:
     def __init__(self, url: str) -> None:
         self.url, self.refuses = url, False
         self.received, self.ends = list[torch.Tensor](), list[AdapterChannel]()
+        self.holds = ["mine", "policy-proof-present-0a1b2c3d"]
+        self.unload_adapter = self.holds.remove
 
     def wait_until_there(self) -> BridgeInfo:
         return structs.replace(info(worker(uuid="")), lora_dtype="float32")
 
     def lora_status(self) -> Any:
-        return SimpleNamespace(load_count=0)
+        versions = [SimpleNamespace(name=name, version=0) for name in self.holds]
+        return SimpleNamespace(load_count=2, policy_version=0, versions=versions)
 
     def open_channel(self, asked: ChannelRequest) -> ChannelResponse:
         self.ends.append(AdapterChannel(asked, CPU, 0))
@@ -366,7 +369,7 @@ def test_gloo_brings_the_adapter_of_now_also_after_a_publish_that_no_worker_rece
     with socket.create_server(("127.0.0.1", 0)) as listening:  # the trainer asks which of its addresses leads there
         server: Any = GroupServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
         swap = LoraSwap(config, model, server, Path(), 64)
-        assert swap.connect(1) == 1
+        assert swap.connect(1) == 1 and server.holds == ["mine"]  # nothing of a proof that was killed
         for version, groups in ((1, 1), (2, 1), (3, 3), (4, 3)):
             fill_b(model, seed=version)
             if version == 3:
