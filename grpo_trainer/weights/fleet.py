@@ -254,16 +254,16 @@ class Fleet(WeightBridge):
     def _comers(self) -> list[Member]:
         """Return the servers that run and may join; rank 0's clock decides."""
         assert self._published is not None, "publish comes first"
-        comers = []
+        comers, ahead = [], []
         for url, member in self._listed().items():
+            if member.state != "running" or url in self._bridges:
+                continue
             waiting = self._waiting.get(url)
-            if waiting is not None and waiting.boot == member.boot:
-                may_join = time.monotonic() >= waiting.until and self._published.version >= waiting.version
-            else:
-                may_join = True
-            if member.state == "running" and url not in self._bridges and may_join:
+            if waiting is None or waiting.boot != member.boot:
                 comers.append(member)
-        return comers
+            elif time.monotonic() >= waiting.until:
+                (comers if self._published.version >= waiting.version else ahead).append(member)
+        return comers or ([] if self._bridges else ahead)  # without a server there is no newer version
 
     def _try(self, member: Member, version: int) -> None:
         """Connect a server, prove it, and publish the newest version to it; if that fails, note why."""

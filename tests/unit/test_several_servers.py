@@ -243,12 +243,14 @@ def test_a_server_that_was_used_before_joins_with_a_version_that_it_has_not_serv
 
 
 def test_an_only_server_that_is_ahead_has_the_trainer_start_again(run: Run, servers: Fleet) -> None:
-    run.list((A, "running", 1))
-    run.opened[A][0].fails = ServerError("the connection broke")
+    run.opened[B][0].fails = ServerError("the connection broke")
     run.make = lambda: Bridge(seen=2)
+    servers.publish(1)
+    assert in_use(run.folder) == {A: 1}, "B may have become one of version 1"
+    run.list((A, "gone", 1), (B, "running", 1))
     with pytest.raises(ServerError) as error:
-        servers.publish(1)
-    assert error.value.exit_code == os.EX_TEMPFAIL and A in error.value.field
+        servers.welcome()
+    assert error.value.exit_code == os.EX_TEMPFAIL and B in error.value.field
 
 
 def test_fleet_keeps_a_server_that_restarted_while_it_was_waited_for(run: Run) -> None:
