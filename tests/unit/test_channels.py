@@ -19,7 +19,7 @@ from msgspec import structs
 from safetensors.torch import load
 
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError, LostError, ServerError
 from grpo_trainer.weights import channels, lora_swap
 from grpo_trainer.weights.channels import (
     AUTOMATIC,
@@ -191,7 +191,7 @@ def test_auto_takes_the_first_that_opens(
     way: Callable[[], Way], order: list[str], opening: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`main_memory` comes first, and works for sharded weights only."""
-    unreached = BridgeError("the workers did not join", field="x", got="y")
+    unreached = LostError("the workers did not join", field="x", got="y")
     failures = [NcclError("absent"), RuntimeError("CUDA error: invalid device context"), unreached]
     for number, name in enumerate(order):
         opening.made.clear()
@@ -201,7 +201,7 @@ def test_auto_takes_the_first_that_opens(
         if number:
             assert opening.server.said.count("close ") == number * (number + 1) / 2, "the workers wait no longer"
         opening.failures[name] = failures[min(number, 2)]
-    with pytest.raises(BridgeError) as none:
+    with pytest.raises(LostError) as none:
         opening.open("auto", way())
     assert none.value.got == "auto"
     reasons = [(reason.field, reason.summary) for reason in none.value.problems[1:]]
