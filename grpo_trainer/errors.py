@@ -58,6 +58,10 @@ class BridgeError(GrpoError, RuntimeError):
     """The server does not generate with the weights that the trainer published."""
 
 
+class LostError(BridgeError):
+    """A connection to the server broke, or was not made: the weights are not at fault, and the next one may work."""
+
+
 class DriftError(BridgeError):
     """Samples are not of the policy that the trainer believes the server to generate with."""
 

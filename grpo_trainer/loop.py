@@ -229,6 +229,7 @@ def run_steps(
                         desk.feed.release(batch)
                     raise
                 progress = progress.after_step(trained(desk, batch, world), updated=result.updated)
+                trainer.optimizer.wait_for_copy()  # a skipped step did not, and here too a server may join
                 with stage("publish", version=progress.policy_version), world.alike():
                     published = bridge.publish(progress.policy_version)
             # Not watched: it may wait for the last evaluation, and has its own time limits.

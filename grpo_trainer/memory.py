@@ -341,11 +341,11 @@ class Setup:
         config, model, server = self.config, self.model, self.config.server
         workers, replicas = server.degree * server.replicas, server.data_parallel_size * server.replicas
         item = 2 if config.served_dtype(on_gpu=self.on_gpu) != "float32" else 4
+        layers = -(-model.layers // server.pipeline_parallel_size)
         slots = 0  # the adapters that the server holds at one time
         if config.weight_bridge_mode == "lora_only":
-            adapter = model.adapter_parameters(config.lora_r, config.lora_target_modules)
+            adapter = layers * model.slot_parameters(config.lora_r, server.tensor_parallel_size)
             slots = item * adapter * (config.keep_versions + SPARE_ADAPTERS)
-        layers = -(-model.layers // server.pipeline_parallel_size)
         token = 2 * layers * max(model.kv_heads // server.tensor_parallel_size, 1) * model.head_dim * item
         if not self.on_gpu:  # all workers share its memory
             rows = {

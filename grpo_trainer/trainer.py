@@ -206,6 +206,8 @@ class Trainer:
             untouched = not any(update.updated for update in updates)
             looking = look if not updates else None
             updates.append(self._learn(step, passes, batch, looking, writing, untouched))
+            if not updates[-1].updated:  # the same weights would have the same gradient again
+                break
         metrics = merge([batch.metrics, *(update.metrics for update in updates)])
         if not updates:  # all rewards of each group are equal, so no token has a gradient
             metrics |= {"train/loss": Sum(0.0), "train/skipped": Sum(1)}

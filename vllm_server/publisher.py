@@ -341,8 +341,14 @@ class Publisher:
                 async with asyncio.timeout_at(deadline):
                     await self._request_ended.wait()
             except TimeoutError:
-                got, wanted = f"{self.registry.capacity} versions with requests in flight", "a free place for one more"
-                fix = "publish less often, shorten max_tokens, or raise --max-loras"
+                named = ", ".join(held.name for held in self.registry.versions if held.by_name_only)
+                got = f"{self.registry.capacity} versions with requests in flight"
+                fix, wanted = (
+                    "publish less often, shorten max_tokens, or raise --max-loras",
+                    "a free place for one more",
+                )
+                if named:
+                    got, fix = f"{got} or held by name ({named})", f"unload those held by name, {fix}"
                 raise ServeError(503, "adapter_path", got, wanted, fix) from None
         await self._sweep()
         if self._sweeps:  # the registry has dropped these versions, but the engine may still hold them

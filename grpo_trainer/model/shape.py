@@ -108,6 +108,16 @@ class ModelShape:
         widths = [sum(widths) for name, widths in self.module_widths.items() if name in modules]
         return rank * sum(widths) * (self.layers if layers is None else layers)
 
+    def slot_parameters(self, rank: int, parts: int = 1) -> int:
+        """Elements of a layer's place for an adapter in vLLM, in one of the `parts` of a tensor-parallel server.
+
+        There is one for every linear module and every expert, whatever the adapter changes. Every module has a side of
+        the width `hidden`, which no part divides.
+        """
+        experts, of_mlp = max(self.experts, 1), ("gate_proj", "up_proj", "down_proj")
+        widths = {name: self.hidden + (sum(each) - self.hidden) // parts for name, each in self.module_widths.items()}
+        return rank * sum(width * (experts if name in of_mlp else 1) for name, width in widths.items())
+
 
 def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     for name in names:

@@ -72,7 +72,7 @@ def _bridge(
     last_version = progress.policy_version + config.training_steps - progress.step
     if config.weight_bridge_mode == "lora_only":
         assert isinstance(policy.model, PeftModel)
-        model, root = policy.model, (config.lora_root or Path(config.log_dir) / "adapters").absolute()
+        model, root = policy.model, weights_folder(config, Path(config.log_dir).absolute())
 
         def swap(name: str, server: Server) -> WeightBridge:
             # A folder for each server, since each bridge prunes its own files.
@@ -102,10 +102,12 @@ def _bridge(
 
 
 def weights_folder(options: BridgeConfig, log_dir: Path) -> Path:
-    """Return the folder for the transport `disk`; this run's own, because it is deleted."""
-    if options.broadcast_root is None:
-        return log_dir / "weights"
-    return options.broadcast_root.absolute() / f"grpo-weights-{sha256(bytes(log_dir)).hexdigest()[:12]}"
+    """Return the folder for the transport `disk`; this run's own, because what is in it is deleted."""
+    adapters = options.weight_bridge_mode == "lora_only"
+    name, root = ("adapters", options.lora_root) if adapters else ("weights", options.broadcast_root)
+    if root is None:
+        return log_dir / name
+    return root.absolute() / f"grpo-{name}-{sha256(bytes(log_dir)).hexdigest()[:12]}"
 
 
 def _to_servers(config: Server, open_bridge: OpenBridge, weights: PresentWeights | None = None) -> WeightBridge:

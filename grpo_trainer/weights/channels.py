@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_common.errors import Problem
 from grpo_trainer import background
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError, LostError, ServerError
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_bytes
 from grpo_trainer.launch.places import LOOPBACK
 from grpo_trainer.locked_memory import LockedMemory
@@ -89,7 +89,7 @@ class Way:
     """What the server says of itself."""
     url: str
     folder: Path
-    """For files: of an adapter the server's --lora-root, of all weights a folder of this server alone."""
+    """For files: of an adapter one below the server's --lora-root, of all weights a folder of this server alone."""
     keep: int = 1
     """Versions of an adapter whose files are kept."""
     stored: Mapping[str, Tensor] = field(default_factory=dict)
@@ -230,9 +230,9 @@ def together(work: Callable[[Callable[[], None]], object], ask: Callable[[], T])
     return theirs.result()
 
 
-def lost(way: Way, name: Name, error: Exception, summary: str = "", fix: str = "") -> BridgeError:
+def lost(way: Way, name: Name, error: Exception, summary: str = "", fix: str = "") -> LostError:
     """Return the error of a connection that broke, or was not made."""
-    return BridgeError(
+    return LostError(
         summary or "a worker of the server has ended, or did not receive in time",
         field=way.flag,
         got=f"{name}: {str(error).strip().partition(chr(10))[0]}",
@@ -391,7 +391,7 @@ class Group(Channel):
     def send(self, version: int, stored: Mapping[str, Tensor], name: str = "") -> None:
         ranks, layout = self._ranks, self._layout
         if ranks is None:
-            raise BridgeError("the group is gone after a failure", field=self._way.flag, got=self.name)
+            raise LostError("the group is gone after a failure", field=self._way.flag, got=self.name)
         try:
             if isinstance(layout, AdapterLayout) and self.name == "nccl":
                 with torch.cuda.stream(self._stream):
@@ -635,7 +635,8 @@ def open_channel(wanted: Name | Literal["auto"], way: Way, server: ServerClient,
     if isinstance(error, ServerError):
         raise error
     fix = f"use {way.flag} auto, which takes the fastest that works" if wanted != "auto" else ""
-    raise BridgeError.of([Problem(way.flag, wanted, fix=fix, summary="weights can't go to the server"), *reasons])
+    kind = LostError if isinstance(error, LostError) else BridgeError
+    raise kind.of([Problem(way.flag, wanted, fix=fix, summary="weights can't go to the server"), *reasons])
 
 
 def _opened(name: Name, way: Way, server: ServerClient, staging: Staging) -> Channel:

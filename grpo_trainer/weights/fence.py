@@ -45,7 +45,7 @@ class ServerFence:
         try:
             yield token
         except BaseException:
-            self.tear(version)
+            self.give_up()
             raise
         self.end(version)
 
@@ -78,12 +78,12 @@ class ServerFence:
             "publish/stall_time": Sum(ended.stall_seconds),
         }
 
-    def tear(self, version: int) -> None:
-        """If the server is paused, tell it that its weights are torn."""
+    def give_up(self, version: int | None = None) -> None:
+        """If the server is paused, tell it that its weights are still those of `version`; None: that they are torn."""
         if not self._token:
             return
         token, self._token = self._token, ""
         try:
-            self.server.end_update(UpdateEndRequest(token=token, version=version, torn=True))
+            self.server.end_update(UpdateEndRequest(token=token, version=version or 0, torn=version is None))
         except ServerError as error:  # the server's timeout will detect it; the original error matters more
-            log.warning("could not report to the server that its weights are torn: %s", error)
+            log.warning("could not report to the server that an update has failed: %s", error)

@@ -22,7 +22,7 @@ import msgspec
 
 from grpo_common.roster import SERVED_FILE, Member, Served, read_members, read_served
 from grpo_trainer.config.server import Server, server_names
-from grpo_trainer.errors import BridgeError, ServerError, warn_once
+from grpo_trainer.errors import BridgeError, LostError, ServerError, warn_once
 from grpo_trainer.files import replace_file
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.parallel.world import World
@@ -166,7 +166,7 @@ class Fleet(WeightBridge):
         answers = self._world.lead(lambda: self._at_once(lambda bridge: bridge.publish(version)))
         # If all have failed, and not all are gone, then what is published is at fault.
         none = not any(isinstance(answer, Published) for answer in answers.values())
-        at_fault = none and any(isinstance(answer, BridgeError) for answer in answers.values())
+        at_fault = none and not all(isinstance(answer, ServerError | LostError) for answer in answers.values())
         published = self._agreed(answers, strict=at_fault)
         one = Published(version, "", quiet(version))
         if published:
@@ -254,16 +254,16 @@ class Fleet(WeightBridge):
     def _comers(self) -> list[Member]:
         """Return the servers that run and may join; rank 0's clock decides."""
         assert self._published is not None, "publish comes first"
-        comers = []
+        comers, ahead = [], []
         for url, member in self._listed().items():
+            if member.state != "running" or url in self._bridges:
+                continue
             waiting = self._waiting.get(url)
-            if waiting is not None and waiting.boot == member.boot:
-                may_join = time.monotonic() >= waiting.until and self._published.version >= waiting.version
-            else:
-                may_join = True
-            if member.state == "running" and url not in self._bridges and may_join:
+            if waiting is None or waiting.boot != member.boot:
                 comers.append(member)
-        return comers
+            elif time.monotonic() >= waiting.until:
+                (comers if self._published.version >= waiting.version else ahead).append(member)
+        return comers or ([] if self._bridges else ahead)  # without a server there is no newer version
 
     def _try(self, member: Member, version: int) -> None:
         """Connect a server, prove it, and publish the newest version to it; if that fails, note why."""
@@ -278,7 +278,7 @@ class Fleet(WeightBridge):
                     bridge.publish(version)
                     entering.pop_all()
         except (ServerError, BridgeError) as error:
-            self._wait_for(member, str(error), for_ever=not isinstance(error, ServerError))
+            self._wait_for(member, str(error), for_ever=not isinstance(error, ServerError | LostError))
             return
         if wanted <= version:
             self._bridges[url], self._boots[url] = bridge, member.boot
@@ -322,4 +322,4 @@ def _answer(url: str, ask: Callable[[], T]) -> T | Failed:
     except ServerError as error:
         return error
     except BridgeError as error:
-        return BridgeError.of(at_server(url, error.problems))
+        return type(error).of(at_server(url, error.problems))

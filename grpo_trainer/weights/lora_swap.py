@@ -80,7 +80,7 @@ class LoraSwap(WeightBridge):
     model: PeftModel
     server: ServerClient
     root: Path
-    """Folder in which the channel `disk` writes; the server's --lora-root."""
+    """Folder in which the channel `disk` writes: the server's --lora-root or one below it."""
     seq_len: int
     """Longest sequence of the training, which the server must be able to serve."""
     proved: Proved | None = field(default=None, init=False)
@@ -108,6 +108,9 @@ class LoraSwap(WeightBridge):
             seen = max([status.policy_version, *(version.version for version in status.versions)])
             policy_version = max(policy_version, seen + 1)
             log.info("the server has served version %d before; going on with %d", seen, policy_version)
+        for left in status.versions:  # by a trainer that was killed: nothing else would free its place
+            if left.name.startswith(f"{info.lora_name}-proof-"):
+                self.server.unload_adapter(left.name)
         log.info(
             "bridge lora_only: server %s, vLLM %s on %s, %s, boot %s",
             info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id,

@@ -20,7 +20,7 @@ timeouts. `--resume auto` writes a checkpoint's weights to all servers, which he
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -68,6 +68,8 @@ class SharedBridge(WeightBridge):
     """Result of the proof; None: no proof ran."""
     _infos: list[BridgeInfo] = field(default_factory=list)
     _version: int = 0
+    _held: Sequence[int | None] = ()
+    """Version of the weights in each server; None: they are torn."""
     _metrics: dict[str, Metric] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,6 +99,7 @@ class SharedBridge(WeightBridge):
             )
         states = self.world.lead(lambda: self._each(self._settled))
         self._infos = [state.info for state in states]
+        self._held = [state.info.policy_version if state.fault is None else None for state in states]
         self._check(boots)
         version = self.world.lead(lambda: self._first_version(policy_version, states))
         if self.policy.loaded is not None:
@@ -261,14 +264,19 @@ class SharedBridge(WeightBridge):
         except BaseException:
             if self.world.leads:
                 for fence in self._fences.values():
-                    fence.tear(version)
+                    fence.give_up()
             raise
         self._metrics = self.world.lead(lambda: self._close(version))
-        self._version = version
+        self._version, self._held = version, [version] * len(self._infos)
 
     def _open(self, boots: Mapping[str, str], seconds: float) -> None:
-        """Pause all servers. The other ranks get nothing: an update's token is rank 0's."""
-        self._each(lambda url, _: self._fences[url].begin(boots[url], seconds))
+        """Pause all servers, or none. The other ranks get nothing: an update's token is rank 0's."""
+        try:
+            self._each(lambda url, _: self._fences[url].begin(boots[url], seconds))
+        except BaseException:  # nothing is written
+            for fence, version in zip(self._fences.values(), self._held, strict=True):
+                fence.give_up(version)
+            raise
 
     def _close(self, version: int) -> dict[str, Metric]:
         """Let all servers resume, and return the largest of each of their figures."""

@@ -84,15 +84,17 @@ def test_memory_that_a_trainer_process_plans_to_use_is_not_taken_for_staging(
     assert staged == [wanted]
 
 
-def test_the_folder_for_disk_is_the_runs_own(tmp_path: Path) -> None:
-    """It is deleted at the end, so it is never the folder that the user names, nor another run's."""
+@pytest.mark.parametrize(
+    ("mode", "of", "name"), [("broadcast", "broadcast", "weights"), ("lora_only", "lora", "adapters")]
+)
+def test_the_folder_for_disk_is_the_runs_own(mode: str, of: str, name: str, tmp_path: Path) -> None:
+    """Files in it are deleted, so it is never the folder that the user names, nor another run's."""
     root, one, other = tmp_path / "root", tmp_path / "one", tmp_path / "other"
-    asked = BridgeConfig(weight_bridge_mode="broadcast", broadcast_transport="disk", broadcast_root=root)
+    disk = {"weight_bridge_mode": mode, f"{of}_transport": "disk"}
+    asked = BridgeConfig.model_validate(disk | {f"{of}_root": root})
     first = weights_folder(asked, one)
     assert first.parent == root and first == weights_folder(asked, one) != weights_folder(asked, other)
-    assert (
-        weights_folder(BridgeConfig(weight_bridge_mode="broadcast", broadcast_transport="disk"), one) == one / "weights"
-    )
+    assert weights_folder(BridgeConfig.model_validate(disk), one) == one / name
 
 
 NOTHING: Any = SimpleNamespace(in_flight="keep", close=lambda: None)

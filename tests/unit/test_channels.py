@@ -19,7 +19,7 @@ from msgspec import structs
 from safetensors.torch import load
 
 from grpo_trainer.config.bridge import BridgeConfig
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError, LostError, ServerError
 from grpo_trainer.weights import channels, lora_swap
 from grpo_trainer.weights.channels import (
     AUTOMATIC,
@@ -191,7 +191,7 @@ def test_auto_takes_the_first_that_opens(
     way: Callable[[], Way], order: list[str], opening: Opening, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`main_memory` comes first, and works for sharded weights only."""
-    unreached = BridgeError("the workers did not join", field="x", got="y")
+    unreached = LostError("the workers did not join", field="x", got="y")
     failures = [NcclError("absent"), RuntimeError("CUDA error: invalid device context"), unreached]
     for number, name in enumerate(order):
         opening.made.clear()
@@ -201,7 +201,7 @@ def test_auto_takes_the_first_that_opens(
         if number:
             assert opening.server.said.count("close ") == number * (number + 1) / 2, "the workers wait no longer"
         opening.failures[name] = failures[min(number, 2)]
-    with pytest.raises(BridgeError) as none:
+    with pytest.raises(LostError) as none:
         opening.open("auto", way())
     assert none.value.got == "auto"
     reasons = [(reason.field, reason.summary) for reason in none.value.problems[1:]]
@@ -340,12 +340,15 @@ class GroupServer:
     def __init__(self, url: str) -> None:
         self.url, self.refuses = url, False
         self.received, self.ends = list[torch.Tensor](), list[AdapterChannel]()
+        self.holds = ["mine", "policy-proof-present-0a1b2c3d"]
+        self.unload_adapter = self.holds.remove
 
     def wait_until_there(self) -> BridgeInfo:
         return structs.replace(info(worker(uuid="")), lora_dtype="float32")
 
     def lora_status(self) -> Any:
-        return SimpleNamespace(load_count=0)
+        versions = [SimpleNamespace(name=name, version=0) for name in self.holds]
+        return SimpleNamespace(load_count=2, policy_version=0, versions=versions)
 
     def open_channel(self, asked: ChannelRequest) -> ChannelResponse:
         self.ends.append(AdapterChannel(asked, CPU, 0))
@@ -366,7 +369,7 @@ def test_gloo_brings_the_adapter_of_now_also_after_a_publish_that_no_worker_rece
     with socket.create_server(("127.0.0.1", 0)) as listening:  # the trainer asks which of its addresses leads there
         server: Any = GroupServer(f"http://127.0.0.1:{listening.getsockname()[1]}")
         swap = LoraSwap(config, model, server, Path(), 64)
-        assert swap.connect(1) == 1
+        assert swap.connect(1) == 1 and server.holds == ["mine"]  # nothing of a proof that was killed
         for version, groups in ((1, 1), (2, 1), (3, 3), (4, 3)):
             fill_b(model, seed=version)
             if version == 3:

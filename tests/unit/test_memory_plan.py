@@ -69,6 +69,8 @@ def test_shape_parameters() -> None:
     # Layer: q, o 8*8 each, k, v 8*4 each: 192; mlp 3*8*16 = 384; norms 16. Twice, and 2 * 32*8 = 512, and 8.
     assert SMALL.parameters == 2 * (192 + 384 + 16) + 512 + 8
     assert SMALL.adapter_parameters(4, ("q_proj", "down_proj")) == 2 * 4 * (16 + 24)
+    # Of q, k, v, o and each of 5 experts' three: half of the side that is not as wide as the model.
+    assert replace(SMALL, experts=5).slot_parameters(4, 2) == 4 * (12 + 10 + 10 + 12 + 5 * 3 * 16)
 
     config = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
     shape = ModelShape.from_config(
@@ -135,7 +137,8 @@ def test_what_a_trainer_holds(mode: str, flags: dict[str, Any], trainers: int, w
 
 def test_servers_hold_weights_and_slots_for_adapters() -> None:
     found = parts(trainer("lora_only", **SOME, lora_keep_versions=3))
-    assert found["server", "adapter slots"] == 2 * ADAPTER * (3 + 4) and found["server", "weights"] == 2 * ALL
+    every = 2 * 8 * (16 + 12 + 12 + 16 + 3 * 24)  # r x (in + out) of all linear modules of two layers
+    assert found["server", "adapter slots"] == 2 * every * (3 + 4) and found["server", "weights"] == 2 * ALL
     assert ("server", "adapter slots") not in parts(trainer("lora_restart"))
     rows = setup(trainer("shared_vllm"), devices=Devices("cuda", 10**12, 2), trainers=2, replicas=2).plan().rows
     for owner in ("trainer", "server"):  # in pairs, with each GPU's memory for one of them

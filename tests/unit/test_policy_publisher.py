@@ -185,15 +185,16 @@ async def test_publisher_names_the_part_of_the_request_that_the_engine_refuses(
         await (made.load(1) if kind == "disk" else made.publisher.load(LoraLoadRequest(), str(body)))
 
 
-@publishing(keep=1, capacity=2, timeout=0.05)
+@publishing(keep=1, capacity=3, timeout=0.05)
 async def test_publisher_refuses_when_no_place_comes_free(made: Publishing) -> None:
     await made.load(1)
+    await made.load(9, adapter_name="policy-proof", version=0, activate=False)
     with made.serving():
         await made.load(2)
         with pytest.raises(ServeError) as refused:
             await made.load(3)
         assert refused.value.status == 503 and "--max-loras" in refused.value.fix
-        assert made.publisher.registry.newest.name == "policy-v2"
+        assert "policy-proof" in refused.value.got and made.publisher.registry.newest.name == "policy-v2"
 
 
 async def test_publisher_serves_the_old_version_after_a_load_that_failed(made: Publishing) -> None:

@@ -17,7 +17,7 @@ import pytest
 from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, Served, State, in_use, read_served
 from grpo_trainer import server_client
 from grpo_trainer.config.server import Server
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError, LostError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
 from grpo_trainer.server_client import present
 from grpo_trainer.weights import fleet
@@ -215,6 +215,16 @@ def test_a_version_that_all_refuse_ends_the_run(run: Run, servers: Fleet) -> Non
     assert refused.value.field.endswith("rank") and A in refused.value.field
 
 
+def test_connections_that_break_end_neither_the_run_nor_what_a_server_may_try(run: Run, servers: Fleet) -> None:
+    for url in (A, B):
+        run.opened[url][0].fails = LostError("did not receive in time")
+    run.make = lambda: Bridge(fails=LostError("did not join"))
+    servers.publish(1)
+    run.make = Bridge
+    servers.welcome()
+    assert in_use(run.folder) == {A: 1, B: 1}
+
+
 def test_a_server_that_fails_its_proof_never_serves_until_it_restarts(run: Run, servers: Fleet) -> None:
     class Unproved(Bridge):
         def prove(self) -> float | None:
@@ -243,12 +253,14 @@ def test_a_server_that_was_used_before_joins_with_a_version_that_it_has_not_serv
 
 
 def test_an_only_server_that_is_ahead_has_the_trainer_start_again(run: Run, servers: Fleet) -> None:
-    run.list((A, "running", 1))
-    run.opened[A][0].fails = ServerError("the connection broke")
+    run.opened[B][0].fails = ServerError("the connection broke")
     run.make = lambda: Bridge(seen=2)
+    servers.publish(1)
+    assert in_use(run.folder) == {A: 1}, "B may have become one of version 1"
+    run.list((A, "gone", 1), (B, "running", 1))
     with pytest.raises(ServerError) as error:
-        servers.publish(1)
-    assert error.value.exit_code == os.EX_TEMPFAIL and A in error.value.field
+        servers.welcome()
+    assert error.value.exit_code == os.EX_TEMPFAIL and B in error.value.field
 
 
 def test_fleet_keeps_a_server_that_restarted_while_it_was_waited_for(run: Run) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -201,6 +202,18 @@ def test_the_servers_resume_when_all_processes_have_written(fails: bool, monkeyp
             assert world.paused == [False, False] and done == [False], "no server waits for a process that is late"
     assert world.paused == [False, False, True] and done == [False, True]
     assert made.server.told == ["begin keep", "torn" if fails else "end 1", "close"]
+
+
+@pytest.mark.parametrize("torn", [None, "torn"])
+def test_a_server_is_as_it_was_if_the_fence_of_another_does_not_open(torn: str | None) -> None:
+    made, other, world = Made(SharingServer(version=3)), SharingServer(version=3), World()
+    made.server.torn, made.policy.loaded = torn, {}
+    other.info = msgspec.structs.replace(other.info, boot_id="other")
+    servers: Any = {"http://one": made.server, "http://other": other}
+    silent = patch.object(other, "begin_update", side_effect=ServerError("no answer"))
+    with patch.object(world, "gather", lambda boot: [boot, "other"]), silent, pytest.raises(BridgeError):
+        SharedBridge(made.config, made.policy, servers, 64, world).connect(0)
+    assert made.server.told == ["begin keep", torn or "end 3"]
 
 
 def test_step_that_is_skipped_is_no_version(made: Made) -> None:
