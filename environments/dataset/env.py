@@ -65,7 +65,8 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     async def setup(self) -> None:
         """Read and check the data, and import the rewards."""
         require_data(self.data.path is not None, bool(self.rewards) or not self.asks_rows)
-        self._source, other = await asyncio.to_thread(read_data, self.data)
+        compares = any(each.compares for each in self.rewards)
+        self._source, other = await asyncio.to_thread(read_data, self.data, prompts=self.asks_rows, answers=compares)
         self._evaluated = other or self._source
         if self.config.data_record is not None:
             refuse_changed(self.config.data_record, self.data_sets(), allowed=self.data.allow_changed)
