@@ -448,21 +448,23 @@ class Columns:
     template: str | None  # text with columns in braces; None if there is a column
     answer: str | None  # column of the right answer, if there is one
     as_messages: bool  # prompts are messages in the data set
+    has_answers: bool = True  # the column of the answer has nothing else
 
     @classmethod
-    def of(cls, config: DataConfig, data: Data, *, prompts: bool = True) -> Columns:
+    def of(cls, config: DataConfig, data: Data, *, prompts: bool = True, answers: bool = True) -> Columns:
         """Return the columns that the settings name, or the first ones that exist of the usual names.
 
-        Raise a ConfigError if there is none. Without `prompts` a row is a task, and needs no prompt.
+        Raise a ConfigError if there is none. Without `prompts` a row is a task, and needs no prompt. Without `answers`
+        no reward compares with the right one: a column of a usual name that no option names may have anything.
         """
-        there = data.rows.columns
+        there, answers = data.rows.columns, answers or config.answer_column is not None
         answer = _chosen("--data.answer_column", config.answer_column, ANSWER_COLUMNS, there)
         if not prompts:
-            return cls(None, None, answer, as_messages=False)
+            return cls(None, None, answer, as_messages=False, has_answers=answers)
         if (template := config.prompt_template) is not None:
             for name in _names_in(template):
                 _chosen("--data.prompt_template", name, (), there)
-            return cls(None, template, answer, as_messages=False)
+            return cls(None, template, answer, as_messages=False, has_answers=answers)
         prompt = _chosen("--data.prompt_column", config.prompt_column, PROMPT_COLUMNS, there)
         if prompt is None:
             raise ConfigError(
@@ -472,7 +474,7 @@ class Columns:
                 fix="name the column with the prompt, or write --data.prompt_template",
             )
         first = next((value for n in data.checked() if (value := data.rows[n][prompt]) is not None), None)
-        return cls(prompt, None, answer, as_messages=isinstance(first, list))
+        return cls(prompt, None, answer, isinstance(first, list), answers)
 
     def prompt_of(self, row: Row) -> Prompt:
         """Return a row's prompt. An answer of the assistant at its end is left out.
@@ -498,9 +500,11 @@ class Columns:
 
         Of a solution whose last line is `#### X`, or ends in `#### 18`, a number, it is what stands after the hashes.
         """
-        if self.answer is None or (value := row[self.answer]) is None:
+        if self.answer is None or (value := row.get(self.answer)) is None:
             return None
         if not isinstance(value, str | int | float):
+            if not self.has_answers:
+                return None
             raise UnusableRow(field=self.answer, got=shown(value), wanted="text or a number")
         text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
         before, marker, after = text.rpartition("\n")[2].rpartition("####")
