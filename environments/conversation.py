@@ -75,8 +75,9 @@ class Conversation:
         sampled = ids_of(completion)
         if opens_thinking(self._tokenizer, self.tokens):
             text = THINK + text
-        self.truncated = completion.finish_reason == "length"
-        self._ended = not self.truncated and bool(sampled) and is_special(self._tokenizer, sampled[-1])
+        was_cut = completion.finish_reason == "length"
+        self.truncated |= was_cut
+        self._ended = not was_cut and bool(sampled) and is_special(self._tokenizer, sampled[-1])
         self.tokens = self.tokens + sampled
         self.trained += [True] * len(sampled)
         self.rollout_logprobs += completion.rollout_logprobs

@@ -61,7 +61,7 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     if all(entry == wire.IGNORED for mask in group.masks for entry in mask):
         if not wire.counted_scores(group):
             return ALL_UNSCORED
-        if not all(truncated_of(group)):
+        if not any(truncated_of(group)):  # others of them may have failed
             return "no token to train on: all completions are empty"
     if not all(map(math.isfinite, group.scores)):
         return "a score that is not finite"
