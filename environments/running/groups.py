@@ -33,6 +33,10 @@ class GroupTimeout(UserError, TimeoutError):
     """A group was not made within `--env.group_timeout`."""
 
 
+class Unwritable(UserError, ValueError):
+    """A group has a value that neither a post nor a file can have, such as half a surrogate pair."""
+
+
 LOSSES: Final = {
     PeerRefused: "refused by the server",
     PromptTooLong: "prompt too long",
@@ -40,6 +44,7 @@ LOSSES: Final = {
     ScoreTimeout: "scored for too long",
     UnusableRow: "unusable row",
     GroupTimeout: "took too long",
+    Unwritable: "can't be written",
 }
 """Errors that lose one group, and the reason under which it is counted."""
 ALL_EQUAL: Final = "all scores equal"
@@ -74,6 +79,21 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     if max_token_len > 0 and max(map(max, parts)) > max_token_len:
         return f"longer than the trainer's {max_token_len} tokens"
     return None
+
+
+def check_writable(group: wire.ScoredData, config: BaseEnvConfig) -> None:
+    """Raise Unwritable for a group that can't be posted, or written to the file of groups if there is one."""
+    try:
+        wire.encode_group(group)
+        if config.data_path_to_save_groups is not None:
+            wire.encode(group)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise Unwritable(
+            field="a group",
+            got=str(error),
+            wanted="texts in UTF-8, whole numbers of 64 bits, and no objects of classes",
+            fix="look at its messages, and at what rewards pass to log_extra",
+        ) from None
 
 
 class Failures:
@@ -145,6 +165,8 @@ class GroupMaker:
                 check_sampled_from_all(group, env.name)
                 self.share.add([trained_tokens(mask) for mask in group.masks])
                 reason = unfit(group, env.config, self.max_token_len)  # its lists may have other lengths
+                if reason is None:
+                    check_writable(group, env.config)
         except OF_CODE as raised:  # it loses one item
             error = error_of_code(raised)
             loss = next((loss for kind, loss in LOSSES.items() if isinstance(error, kind)), "")

@@ -24,7 +24,7 @@ from environments.items import Shuffled
 from environments.peers.http import PeerError
 from environments.running import groups, runner
 from environments.running.cli import evaluate, process
-from environments.running.groups import EnvironmentFailed, GroupTimeout
+from environments.running.groups import EnvironmentFailed, GroupTimeout, Unwritable
 from environments.running.metrics import Reporter, open_lines
 from environments.scoring import ScoreTimeout, Scoring
 from tests.stand_ins import LocalApi, local_api, registration, serving, trained
@@ -334,6 +334,8 @@ def made(one: wire.ScoredData | None) -> Callable[[Sums], Awaitable[wire.ScoredD
 
 
 NEGATIVE = msgspec.structs.replace(group(), tokens=[[1, 2, 3], [1, 2, -3]])
+HALF = msgspec.structs.replace(group(), messages=[[{"role": "user", "content": "\ud83d"}], []])
+HUGE = msgspec.structs.replace(group(), messages=[[{"role": "user", "content": "", "id": 2**70}], []])
 LONG = wire.ScoredData(tokens=[[0, 1, 2], [*range(17)]], masks=[[-100, 1, 2], [-100, *range(1, 17)]], scores=[1.0, 0.0])
 LOSSES = {
     "prompt too long": Loss(too_long, groups.LOSSES[PromptTooLong], "--env.max_token_length: got 100,"),
@@ -348,6 +350,8 @@ LOSSES = {
     "too many": Loss(made(group((1.0, 0.0, 1.0))), "3 sequences for 2", "3 sequences for 2"),
     "malformed": Loss(made(msgspec.structs.replace(group(), overrides=[{}])), "ValueError", "ValueError"),
     "not finite": Loss(made(group((float("nan"), 0.0))), "not finite", "not finite"),
+    "half a character": Loss(made(HALF), groups.LOSSES[Unwritable], "surrogates"),
+    "a huge number": Loss(made(HUGE), groups.LOSSES[Unwritable], "a group: "),
     "equal scores": Loss(made(group((1.0, 1.0))), "2 dropped (all scores equal)", None),
     "no group": Loss(made(None), f"2 dropped ({groups.NOTHING})", None),
 }
@@ -403,7 +407,7 @@ async def test_process_writes_each_group_that_is_made(
 ) -> None:
     async def collect(item: int) -> wire.ScoredData:
         if is_broken(item):
-            raise ZeroDivisionError("no reward")
+            return HALF
         return group()
 
     path = tmp_path / "groups.jsonl"
