@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from environments.api import wire
 from environments.config import ConfigError, PromptRefused
 from environments.peers.inference import Completion
-from environments.tokenizers import THINK, Tools, is_special, opens_thinking, prompt_ids, render
+from environments.tokenizers import THINK, Tools, is_special, longest_token, opens_thinking, prompt_ids, render
 from environments.trajectory import Message, Trajectory, TurnReward, ids_of, oldest_version
 from vllm_server.protocol.routed_experts import joined
 
@@ -90,8 +90,12 @@ class Conversation:
         Return whether they leave room for an answer within `longest` tokens. If not, nothing is added, so that the last
         message is still the policy's.
         """
-        tokens = self._tokens_after_the_turn(messages)
-        if len(self.tokens) + len(tokens) >= longest:
+        room = longest - len(self.tokens)
+        said = sum(len(text.strip()) for each in messages if isinstance(text := each.get("content"), str))
+        # To render and to tokenise megabytes takes minutes, in which nothing else of the environment goes on.
+        fits = said < room * longest_token(self._tokenizer)
+        tokens = self._tokens_after_the_turn(messages) if fits else []
+        if not fits or len(tokens) >= room:
             self.truncated = True
             return False
         self.tokens = self.tokens + tokens
