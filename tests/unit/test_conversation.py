@@ -199,9 +199,7 @@ def test_multi_turn_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer, monkey
         assert group.tokens[0] == tokenizer.encode(prompts[0] + CALL)
         assert group.messages is not None and group.messages[0][-1]["role"] == "assistant"  # not the tool
     made = talk(tokenizer, "a" + END)
-    monkeypatch.setattr(
-        tokenizer, "encode", None
-    )  # not called: no token has more than 13 characters
+    monkeypatch.setattr(tokenizer, "encode", None)  # not called: no token has more than 13 characters
     assert not made.hear([{"role": "tool", "content": "x" * 13_000}], 1000) and made.truncated
 
 
