@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import msgspec
 import numpy as np
@@ -144,6 +145,26 @@ async def test_runner_ends_where_state_exits(tmp_path: Path) -> None:
         async with running(Exits(config(state_dir=tmp_path), plain), service) as environment:
             await train(service, 2, environment)
             await until(environment.done)
+
+
+def test_a_state_is_found_by_a_checkpoint_whose_step_the_environment_missed(tmp_path: Path) -> None:
+    env, api = Sums(config(state_dir=tmp_path), plain), Mock()
+    made = runner.Runner(env, api)
+    made._registration = wire.RegisterEnvResponse(status="success", env_id=0, checkpoint_interval=10)
+    counts = {
+        "queue_size": 0,
+        "unallocated_fraction": 1.0,
+        "self_queue_size": 0,
+        "max_group_size": 2,
+        "env_weight": 1.0,
+    }
+    statuses = [msgspec.convert(counts | {"current_step": step}, wire.StatusEnv) for step in (19, 21, 31)]
+    api.status, api.disconnect = AsyncMock(return_value=statuses.pop()), AsyncMock()
+    for status in statuses:
+        env.state = lambda step=status.current_step: {"step": step}
+        made._take(status)
+    asyncio.run(made._disconnect())
+    assert sorted(path.name for path in tmp_path.rglob("*.json")) == ["step-20.json", "step-30.json", "step-31.json"]
 
 
 @pytest.mark.parametrize("stuck", [False, True])
