@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 LOST_IN_A_ROW: Final = 16
 """After this many lost groups in a row, the environment counts as broken."""
+LONG_IN_A_ROW = 1000
+"""As many instead, if their prompts are too long: most rows of large data are not checked before they are drawn."""
 UNSCORED_IN_A_ROW = 256
 """After this many groups in a row to which no reward applies, the environment counts as broken."""
 EQUAL_IN_A_ROW = 64
@@ -140,7 +142,7 @@ class GroupMaker:
         self.share = RunningShare()
         self._env = env
         self._dropped = dropped
-        self._lost = self._unscored = self._equal = 0
+        self._lost = self._long = self._unscored = self._equal = 0
 
     async def next_item(self) -> Any:
         """Return the next item, or None if there are no more; raise ScoreTimeout if it takes too long."""
@@ -208,15 +210,17 @@ class GroupMaker:
         """Count a lost group, and log the first one of a reason since the last step.
 
         Raises:
-            EnvironmentFailed: `LOST_IN_A_ROW` groups were lost one after the other.
+            EnvironmentFailed: `LOST_IN_A_ROW` groups were lost one after the other, or `LONG_IN_A_ROW` of long prompts.
         """
         if not is_logged and not self._dropped[reason]:
             log.warning("%s", trouble)
         self._dropped[reason] += 1
-        self._lost += 1
-        if self._lost >= LOST_IN_A_ROW:
-            raise EnvironmentFailed(f"{self._lost} groups in a row were lost", field=self._env.name, got=trouble)
+        is_long = reason == LOSSES[PromptTooLong]
+        self._lost, self._long = self._lost + (not is_long), self._long + is_long
+        if self._lost >= LOST_IN_A_ROW or self._long >= LONG_IN_A_ROW:
+            lost = self._lost + self._long
+            raise EnvironmentFailed(f"{lost} groups in a row were lost", field=self._env.name, got=trouble)
 
     def used(self) -> None:
         """Count lost groups from 0: a group was used."""
-        self._lost = 0
+        self._lost = self._long = 0

@@ -151,13 +151,7 @@ def test_a_state_is_found_by_a_checkpoint_whose_step_the_environment_missed(tmp_
     env, api = Sums(config(state_dir=tmp_path), plain), Mock()
     made = runner.Runner(env, api)
     made._registration = wire.RegisterEnvResponse(status="success", env_id=0, checkpoint_interval=10)
-    counts = {
-        "queue_size": 0,
-        "unallocated_fraction": 1.0,
-        "self_queue_size": 0,
-        "max_group_size": 2,
-        "env_weight": 1.0,
-    }
+    counts = dict.fromkeys(("queue_size", "unallocated_fraction", "self_queue_size", "max_group_size", "env_weight"), 1)
     statuses = [msgspec.convert(counts | {"current_step": step}, wire.StatusEnv) for step in (19, 21, 31)]
     api.status, api.disconnect = AsyncMock(return_value=statuses.pop()), AsyncMock()
     for status in statuses:
@@ -407,7 +401,9 @@ async def test_runner_goes_on_after_items_that_are_lost(loss: Loss, caplog: pyte
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES.values() if loss.got], ids=lambda loss: loss.got)
 async def test_runner_ends_where_every_item_is_lost(loss: Loss) -> None:
-    with refusing(EnvironmentFailed, "sums", words=["16 ", str(loss.got)]):
+    if loss.make is too_long:  # as prompts of large data may be, of which most rows are not checked before the start
+        await with_losses(loss, lambda item: item < 900)
+    with refusing(EnvironmentFailed, "sums", words=["1000 " if loss.make is too_long else "16 ", str(loss.got)]):
         await with_losses(loss, lambda item: True)
 
 
