@@ -570,17 +570,16 @@ def test_columns_prompt_and_answer_are_found(
 
 
 def test_columns_an_answer_that_no_reward_compares_may_be_anything(data: Path, tokenizer: Qwen2Tokenizer) -> None:
-    written(data, [{**row, "answer": [row["answer"]]} for row in ROWS])
+    lists = [{**row, "answer": [row["answer"]]} for row in ROWS]
     other = written(data.with_name("test.jsonl"), [{"prompt": "1+1="}])
-    env = environment(tokenizer, data, "length", options={"held_out_split": str(other)})
+    env = environment(tokenizer, written(data, lists), "length", options={"held_out_split": str(other)})
     assert after_setup(env, env.evaluate)["reward"] == 1.0 and env.right_answer(0) is None
     written(data)
     env.rewards = (RewardConfig(function="exact_match"),)
     with refusing(ConfigError, f"--data.held_out_split {other}", words=["answer"]):
         asked(env)
-    written(data, [{**row, "answer": [row["answer"]]} for row in ROWS])
     with refusing(ConfigError, "answer"):
-        asked(environment(tokenizer, data, "length", options={"answer_column": "answer"}))
+        asked(environment(tokenizer, written(data, lists), "length", options={"answer_column": "answer"}))
 
 
 @pytest.mark.parametrize(

@@ -302,9 +302,8 @@ def test_truncated_answers() -> None:
     config = BaseEnvConfig(tokenizer_name="demo", group_size=2)
     empty = wire.ScoredData(tokens=[[1, 2]] * 2, masks=[[wire.IGNORED] * 2] * 2, scores=[1.0, 0.0])
     assert unfit(empty, config, 99) is not None
-    assert (
-        unfit(msgspec.structs.replace(empty, overrides=[{"truncated": True}, {"unscored": True}]), config, 99) is None
-    )
+    cut = msgspec.structs.replace(empty, overrides=[{"truncated": True}, {"unscored": True}])
+    assert unfit(cut, config, 99) is None
 
 
 @pytest.mark.parametrize("clean", [True, False])

@@ -130,7 +130,6 @@ def test_a_full_api_is_waited_for_however_short_the_patience() -> None:
     with answering(lambda _: next(replies)) as url:
         config = CONFIG.model_copy(update={"rollout_server_url": url, "retry_timeout": 1e-6})
         then_closed(RolloutApi(config), lambda api: api.post(GROUP))
-    assert next(replies, None) is None
 
 
 def test_another_kind_of_server_is_named() -> None:
