@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from environments.api import wire
 from environments.config import ConfigError, PromptRefused
 from environments.peers.inference import Completion
-from environments.tokenizers import THINK, Tools, is_special, opens_thinking, prompt_ids, render
+from environments.tokenizers import THINK, Tools, is_special, longest_token, opens_thinking, prompt_ids, render
 from environments.trajectory import Message, Trajectory, TurnReward, ids_of, oldest_version
 from vllm_server.protocol.routed_experts import joined
 
@@ -75,8 +75,9 @@ class Conversation:
         sampled = ids_of(completion)
         if opens_thinking(self._tokenizer, self.tokens):
             text = THINK + text
-        self.truncated = completion.finish_reason == "length"
-        self._ended = not self.truncated and bool(sampled) and is_special(self._tokenizer, sampled[-1])
+        was_cut = completion.finish_reason == "length"
+        self.truncated |= was_cut
+        self._ended = not was_cut and bool(sampled) and is_special(self._tokenizer, sampled[-1])
         self.tokens = self.tokens + sampled
         self.trained += [True] * len(sampled)
         self.rollout_logprobs += completion.rollout_logprobs
@@ -89,8 +90,12 @@ class Conversation:
         Return whether they leave room for an answer within `longest` tokens. If not, nothing is added, so that the last
         message is still the policy's.
         """
-        tokens = self._tokens_after_the_turn(messages)
-        if len(self.tokens) + len(tokens) >= longest:
+        room = longest - len(self.tokens)
+        said = sum(len(text.strip()) for each in messages if isinstance(text := each.get("content"), str))
+        # To render and to tokenise megabytes takes minutes, in which nothing else of the environment goes on.
+        fits = said < room * longest_token(self._tokenizer)
+        tokens = self._tokens_after_the_turn(messages) if fits else []
+        if not fits or len(tokens) >= room:
             self.truncated = True
             return False
         self.tokens = self.tokens + tokens

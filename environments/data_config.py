@@ -166,6 +166,11 @@ class RewardConfig(BaseModel):
         return "regex" if self.is_regex else self.function.rpartition(":")[2]
 
     @property
+    def compares(self) -> bool:
+        """Whether it is a built-in that compares answers with the right one."""
+        return self.function in ("exact_match", "math")
+
+    @property
     def is_regex(self) -> bool:
         return self.function.startswith(REGEX)
 

@@ -141,6 +141,12 @@ def _say_once(message: str, token: str) -> None:
     log.warning(message, token)
 
 
+@lru_cache(maxsize=16)
+def longest_token(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the characters of the longest token: a text has at least its length divided by this number of tokens."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
 @lru_cache(maxsize=1024)  # asked for the last token of every answer
 def is_special(tokenizer: "PreTrainedTokenizerBase", token: int) -> bool:
     """Return whether a token is a special one, such as the end of a turn: text that readers do not see."""

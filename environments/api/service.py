@@ -266,19 +266,29 @@ class Service:
         return wire.ScoredDataResponse(status="received" if buffered is None else "buffered", buffer_size=buffered)
 
     def check_room(self) -> None:
-        """Raise ApiError (429) if groups of `--max-queued-mb` or more wait.
+        """Raise ApiError (429) if groups of `--max-queued-mb` or more wait; of twice that if they make no batch.
 
         Leased groups do not count: a trainer keeps them until its next checkpoint, and needs more batches to reach it.
         """
-        if (waiting := self.queue.waiting_bytes) >= self._limit:
+        if (waiting := self.queue.waiting_bytes) >= (most := self._most_waiting):
+            makes_one = most == self._limit
             problem = Problem(
                 "--max-queued-mb",
                 got=f"{waiting >> 20} MiB of groups that wait",
-                wanted=f"less than {self._limit >> 20} MiB",
-                fix="post again when the trainer has taken a batch, and pace yourself by GET /status-env",
+                wanted=f"less than {most >> 20} MiB{'' if makes_one else ', or groups that make a batch'}",
+                fix="post again when the trainer has taken a batch, and pace yourself by GET /status-env"
+                if makes_one
+                else "raise it: no batch can be made of these groups",
                 summary="the queue is full",
             )
             raise ApiError(429, problem, retry_s=RETRY_FULL_S)
+
+    @property
+    def _most_waiting(self) -> int:
+        """Bytes of groups at which posts are refused. If a trainer waits for more, it needs them for a batch."""
+        queue = self.queue
+        needs_more = queue.waiting_bytes >= self._limit and queue.run is not None and not queue.batch_ready
+        return 2 * self._limit if needs_more else self._limit
 
     @endpoint("POST", "/evaluation")
     def take_evaluation(self, body: wire.Evaluation) -> wire.EvaluationResponse:
@@ -302,7 +312,7 @@ class Service:
         """Return what can never be served, and that the queue is full, until a quarter of it is free."""
         full = f"the queue is full (--max-queued-mb {self._limit >> 20}): posts are refused with 429 until the trainer "
         full += "takes a batch"
-        limit = self._limit * 3 // 4 if full in self._warned else self._limit
+        limit = self._limit * 3 // 4 if full in self._warned else self._most_waiting
         return [*self.explain.warnings(), *([full] if self.queue.waiting_bytes >= limit else [])]
 
     @endpoint("GET", "/overview")

@@ -13,6 +13,7 @@ import re
 import string
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -109,17 +110,27 @@ class Data:
         return range(len(self.rows) if self.whole else min(len(self.rows), SAMPLED_ROWS))
 
 
-def read_data(config: DataConfig) -> tuple[Data, Data | None]:
-    """Return the data set of the settings, and that of `held_out_split` if it is set; raise as `read_source`."""
+def read_data(config: DataConfig, *, prompts: bool = True, answers: bool = True) -> tuple[Data, Data | None]:
+    """Return the data set of the settings, and that of `held_out_split` if it is set; raise as `read_source`.
+
+    Of a table in text, the columns of `prompts` and right `answers`, if there are any, are read as text.
+    """
     assert config.path is not None, "the environment asks for --data first"
     field, flag = f"--data {config.path}", "--data.held_out_split"
-    data = read_source(field, config.path, config.split, config.subset)
+    texts: list[Sequence[str]] = []
+    if prompts and config.prompt_template is not None:
+        texts += [(name,) for name in _names_in(config.prompt_template)]
+    elif prompts:
+        texts.append((config.prompt_column,) if config.prompt_column else PROMPT_COLUMNS)
+    if answers or config.answer_column:
+        texts.append((config.answer_column,) if config.answer_column else ANSWER_COLUMNS)
+    data = read_source(field, config.path, config.split, config.subset, texts=texts)
     if (other := config.held_out_split) is None:
         return data, None
     if expanded(other).is_file():
-        held_out = read_source(f"--data {other}", other)
+        held_out = read_source(f"--data {other}", other, texts=texts)
     else:
-        held_out = read_source(field, config.path, other, config.subset, flag)
+        held_out = read_source(field, config.path, other, config.subset, flag, texts)
     if held_out.fingerprint == data.fingerprint or (data.split is not None and held_out.split == data.split):
         raise ConfigError(
             "these rows are trained on",
@@ -132,9 +143,16 @@ def read_data(config: DataConfig) -> tuple[Data, Data | None]:
 
 
 def read_source(
-    field: str, name: str, split: str | None = None, subset: str | None = None, split_flag: str = "--data.split"
+    field: str,
+    name: str,
+    split: str | None = None,
+    subset: str | None = None,
+    split_flag: str = "--data.split",
+    texts: Sequence[Sequence[str]] = (),
 ) -> Data:
     """Return one data set: a file, a folder, or a name on the hub. `field` and `split_flag` are for messages.
+
+    Of each of the `texts`, the first column that a CSV file has is read as text.
 
     Raise a ConfigError if it does not exist, can't be read, or has no rows.
     """
@@ -147,9 +165,9 @@ def read_source(
                 if value is not None:
                     what, fix = "a file has no splits and no subsets", f"omit {flag}, or name a file"
                     raise ConfigError(what, field=f"{flag} {value}", got=str(path), fix=fix)
-            data = _file(field, path)
+            data = _file(field, path, texts)
         elif path.is_dir():
-            data = _folder(field, path, split, subset, split_flag)
+            data = _folder(field, path, split, subset, split_flag, texts)
         else:
             data = _hub(field, name, split, subset, split_flag)
     except OSError as error:
@@ -159,12 +177,12 @@ def read_source(
     return data
 
 
-def _file(field: str, path: Path) -> Data:
+def _file(field: str, path: Path, texts: Sequence[Sequence[str]]) -> Data:
     kind, whole = _kind(path), path.stat().st_size <= CHECKED_WHOLE
     if kind in JSON_ENDS:
         rows = _json_rows(field, {"": path}, whole=whole)
     elif kind in TABLE_ENDS:
-        where, options = str(path.absolute()), _options_of([path])
+        where, options = str(path.absolute()), _options_of([path], texts)
 
         def load(library: Any, **own: Any) -> Any:
             return library.load_dataset(TABLE_ENDS[kind], data_files=where, split="train", **own)
@@ -177,7 +195,9 @@ def _file(field: str, path: Path) -> Data:
     return Data(str(path), rows, whole, _hash_files([path]))
 
 
-def _folder(field: str, path: Path, split: str | None, subset: str | None, split_flag: str) -> Data:
+def _folder(
+    field: str, path: Path, split: str | None, subset: str | None, split_flag: str, texts: Sequence[Sequence[str]]
+) -> Data:
     saved = any((path / name).is_file() for name in SAVED)
     shown = (each for each in sorted(path.rglob("*")) if not re.search(r"(^|/)\.", str(each.relative_to(path))))
     files = [each for each in shown if each.is_file()]
@@ -209,7 +229,7 @@ def _folder(field: str, path: Path, split: str | None, subset: str | None, split
         if saved:
             found = _load(field, lambda library: library.load_from_disk(source), path)
         else:
-            options = {} if cards else _options_of(files)
+            options = {} if cards else _options_of(files, texts)
             found = _load(field, lambda library, **own: library.load_dataset(source, subset, **own), path, options)
         table, part = _split_of(field, found, split, split_flag)
         rows = _table_rows(field, table)
@@ -238,14 +258,26 @@ def _kind(path: Path) -> str:
     return ends[0] if len(ends) == 2 and ends[1] in COMPRESSED else path.suffix
 
 
-def _options_of(files: Sequence[Path]) -> dict[str, Any]:
-    """Return how `datasets` reads CSV files: an empty cell is None; NA and null are text, as in any other file; and the
-    type of a column is that of all its rows, which by default would be that of the first 10,000."""
+def _options_of(files: Sequence[Path], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Return how `datasets` reads CSV files: an empty cell is None; NA and null are text, as in any other file; the
+    type of a column is that of all its rows, which by default would be that of the first 10,000; and `texts` stay as
+    they are written: pandas would turn 02108 into a number, and true into True."""
     kinds = {_kind(each) for each in files}
     if kinds not in ({".csv"}, {".tsv"}):
         return {}
     separator = "\t" if kinds == {".tsv"} else ","
-    return {"keep_default_na": False, "na_values": [""], "sep": separator, "chunksize": 2**31}
+    options = {"keep_default_na": False, "na_values": [""], "sep": separator, "chunksize": 2**31}
+    import pandas
+
+    there: Sequence[str] = ()
+    with suppress(Exception):  # `datasets` then fails, too, and `_load` says why
+        there = list(pandas.read_csv(files[0], sep=separator, nrows=0).columns)
+    chosen = (_chosen("", None, names, there) for names in texts)
+    return {**options, "converters": {name: _cell for name in chosen if name is not None}}
+
+
+def _cell(text: str) -> str | None:
+    return text or None
 
 
 def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
@@ -416,21 +448,23 @@ class Columns:
     template: str | None  # text with columns in braces; None if there is a column
     answer: str | None  # column of the right answer, if there is one
     as_messages: bool  # prompts are messages in the data set
+    has_answers: bool = True  # the column of the answer has nothing else
 
     @classmethod
-    def of(cls, config: DataConfig, data: Data, *, prompts: bool = True) -> Columns:
+    def of(cls, config: DataConfig, data: Data, *, prompts: bool = True, answers: bool = True) -> Columns:
         """Return the columns that the settings name, or the first ones that exist of the usual names.
 
-        Raise a ConfigError if there is none. Without `prompts` a row is a task, and needs no prompt.
+        Raise a ConfigError if there is none. Without `prompts` a row is a task, and needs no prompt. Without `answers`
+        no reward compares with the right one: a column of a usual name that no option names may have anything.
         """
-        there = data.rows.columns
+        there, answers = data.rows.columns, answers or config.answer_column is not None
         answer = _chosen("--data.answer_column", config.answer_column, ANSWER_COLUMNS, there)
         if not prompts:
-            return cls(None, None, answer, as_messages=False)
+            return cls(None, None, answer, as_messages=False, has_answers=answers)
         if (template := config.prompt_template) is not None:
             for name in _names_in(template):
                 _chosen("--data.prompt_template", name, (), there)
-            return cls(None, template, answer, as_messages=False)
+            return cls(None, template, answer, as_messages=False, has_answers=answers)
         prompt = _chosen("--data.prompt_column", config.prompt_column, PROMPT_COLUMNS, there)
         if prompt is None:
             raise ConfigError(
@@ -440,7 +474,7 @@ class Columns:
                 fix="name the column with the prompt, or write --data.prompt_template",
             )
         first = next((value for n in data.checked() if (value := data.rows[n][prompt]) is not None), None)
-        return cls(prompt, None, answer, as_messages=isinstance(first, list))
+        return cls(prompt, None, answer, isinstance(first, list), answers)
 
     def prompt_of(self, row: Row) -> Prompt:
         """Return a row's prompt. An answer of the assistant at its end is left out.
@@ -466,9 +500,11 @@ class Columns:
 
         Of a solution whose last line is `#### X`, or ends in `#### 18`, a number, it is what stands after the hashes.
         """
-        if self.answer is None or (value := row[self.answer]) is None:
+        if self.answer is None or (value := row.get(self.answer)) is None:
             return None
         if not isinstance(value, str | int | float):
+            if not self.has_answers:
+                return None
             raise UnusableRow(field=self.answer, got=shown(value), wanted="text or a number")
         text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
         before, marker, after = text.rpartition("\n")[2].rpartition("####")

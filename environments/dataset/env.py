@@ -20,7 +20,7 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, UnusableRow, require_data
-from environments.dataset.data import Columns, Data, Prompt, Row, read_data
+from environments.dataset.data import Columns, Data, Prompt, Row, listed, read_data
 from environments.dataset.rewards import Asked, Score, TrainerState, load_reward, weighted_sum
 from environments.items import Shuffled
 from environments.maths.judge import MathJudge
@@ -65,14 +65,25 @@ class DatasetEnv(BaseEnv[int, DatasetConfig]):
     async def setup(self) -> None:
         """Read and check the data, and import the rewards."""
         require_data(self.data.path is not None, bool(self.rewards) or not self.asks_rows)
-        self._source, other = await asyncio.to_thread(read_data, self.data)
+        compares = any(each.compares for each in self.rewards)
+        self._source, other = await asyncio.to_thread(read_data, self.data, prompts=self.asks_rows, answers=compares)
         self._evaluated = other or self._source
         if self.config.data_record is not None:
             refuse_changed(self.config.data_record, self.data_sets(), allowed=self.data.allow_changed)
-        self.columns, there = Columns.of(self.data, self._source, prompts=self.asks_rows), self._source.rows.columns
+        there = self._source.rows.columns
+        self.columns = Columns.of(self.data, self._source, prompts=self.asks_rows, answers=compares)
         self._rewards = [
             load_reward(each, there, self.columns.answer, self.threads, self._math_judge) for each in self.rewards
         ]
+        columns = self._evaluated.rows.columns
+        if compares and self.columns.answer not in columns:
+            raise ConfigError(
+                "a reward compares with right answers",
+                field=f"--data.held_out_split {self.data.held_out_split}",
+                got=f"the columns {listed(columns)}",
+                wanted=self.columns.answer or "",
+                fix="add the column, or evaluate other rows",
+            )
         self._chat = self._asks_in_chat()
         usable = await asyncio.to_thread(self._usable, self._source)
         if other is None:

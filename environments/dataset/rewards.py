@@ -117,7 +117,7 @@ def load_reward(
     if name.startswith(REGEX):
         pattern = re.compile(name.removeprefix(REGEX)).pattern
         return Reward(config, partial(_regex, judge(), field, pattern))
-    if name in ("exact_match", "math"):
+    if config.compares:
         if answer_column is None:
             raise ConfigError(
                 "it compares with right answers",

@@ -17,6 +17,7 @@ from grpo_common.status import WAITS
 log = logging.getLogger(__name__)
 
 _SAY_AGAIN_AFTER_S = 30.0
+_FULL = 429
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SPREAD_S = 0.1, 5.0, 0.1
 
 
@@ -51,7 +52,8 @@ class Peer:
 
     A request that fails temporarily (no connection, time-out, 5xx, 429) is repeated for up to `patience` seconds. The
     log reports the wait when it begins, every half minute, and when it is over; as a warning only once half of the
-    patience is used up, because a server that starts, or restarts on new weights, is away for a while.
+    patience is used up, because a server that starts, or restarts on new weights, is away for a while. Of a server that
+    `may_be_full`, as is the rollout API, 429 does not count: it is there, and has room later.
     A server may be silent for `timeout` seconds in one attempt. Further requests than `connections` wait.
     """
 
@@ -64,13 +66,14 @@ class Peer:
         timeout: float = 60.0,
         api_key: str | None = None,
         connections: int = 100,
+        may_be_full: bool = False,
     ) -> None:
         self.name = name
         self.url = url
         self.patience = patience
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._connections = connections
+        self._connections, self._may_be_full = connections, may_be_full
         self._http: aiohttp.ClientSession | None = None
         self._away_since: float | None = None
         self._said_at = 0.0
@@ -95,9 +98,11 @@ class Peer:
         field, began, pause = f"{self.name} at {self.url}", time.monotonic(), _FIRST_PAUSE_S
         while True:
             answer, trouble = await self._attempt(method, path, content, headers)
-            if answer is not None:
+            if answer is not None and not trouble:
                 break
             now = time.monotonic()
+            if answer is not None and answer.status == _FULL and self._may_be_full:
+                began = now
             if now - began >= patience:
                 raise PeerGone(f"not done within {patience:.0f} s", field=field, got=trouble)
             self._report_waiting(now, patience, trouble)
@@ -120,7 +125,7 @@ class Peer:
     async def _attempt(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None
     ) -> tuple[Answer | None, str]:
-        """Return the answer, or None and the reason of a temporary failure."""
+        """Return the answer, if there is one, and the reason of a temporary failure."""
         if self._http is None:  # not in the constructor: a session belongs to the event loop of its requests
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=CLIENT_IDLE_S),
@@ -138,7 +143,7 @@ class Peer:
         except (aiohttp.ClientError, TimeoutError) as error:
             return None, ": ".join(filter(None, [type(error).__name__, str(error)]))
         if may_pass(answer.status):
-            return None, f"{answer.status}: {complaint(answer.content, answer.headers.get('content-type')).reason}"
+            return answer, f"{answer.status}: {complaint(answer.content, answer.headers.get('content-type')).reason}"
         return answer, ""
 
     def _report_waiting(self, now: float, patience: float, trouble: str) -> None:

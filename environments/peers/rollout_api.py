@@ -29,7 +29,7 @@ class RolloutApi:
     def __init__(self, config: BaseEnvConfig) -> None:
         self._config = config
         url, key = config.rollout_server_url, config.rollout_api_key
-        self._peer = Peer("the rollout API", url, patience=config.retry_timeout, api_key=key)
+        self._peer = Peer("the rollout API", url, patience=config.retry_timeout, api_key=key, may_be_full=True)
 
     async def register(self, name: str) -> wire.RegisterEnvResponse:
         """Register; the answer's `status` says whether a trainer is there yet."""

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 LOST_IN_A_ROW: Final = 16
 """After this many lost groups in a row, the environment counts as broken."""
+LONG_IN_A_ROW = 1000
+"""As many instead, if their prompts are too long: most rows of large data are not checked before they are drawn."""
 UNSCORED_IN_A_ROW = 256
 """After this many groups in a row to which no reward applies, the environment counts as broken."""
 EQUAL_IN_A_ROW = 64
@@ -33,6 +35,10 @@ class GroupTimeout(UserError, TimeoutError):
     """A group was not made within `--env.group_timeout`."""
 
 
+class Unwritable(UserError, ValueError):
+    """A group has a value that neither a post nor a file can have, such as half a surrogate pair."""
+
+
 LOSSES: Final = {
     PeerRefused: "refused by the server",
     PromptTooLong: "prompt too long",
@@ -40,6 +46,7 @@ LOSSES: Final = {
     ScoreTimeout: "scored for too long",
     UnusableRow: "unusable row",
     GroupTimeout: "took too long",
+    Unwritable: "can't be written",
 }
 """Errors that lose one group, and the reason under which it is counted."""
 ALL_EQUAL: Final = "all scores equal"
@@ -61,7 +68,7 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     if all(entry == wire.IGNORED for mask in group.masks for entry in mask):
         if not wire.counted_scores(group):
             return ALL_UNSCORED
-        if not all(truncated_of(group)):
+        if not any(truncated_of(group)):  # others of them may have failed
             return "no token to train on: all completions are empty"
     if not all(map(math.isfinite, group.scores)):
         return "a score that is not finite"
@@ -74,6 +81,21 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     if max_token_len > 0 and max(map(max, parts)) > max_token_len:
         return f"longer than the trainer's {max_token_len} tokens"
     return None
+
+
+def check_writable(group: wire.ScoredData, config: BaseEnvConfig) -> None:
+    """Raise Unwritable for a group that can't be posted, or written to the file of groups if there is one."""
+    try:
+        wire.encode_group(group)
+        if config.data_path_to_save_groups is not None:
+            wire.encode(group)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise Unwritable(
+            field="a group",
+            got=str(error),
+            wanted="texts in UTF-8, whole numbers of 64 bits, and no objects of classes",
+            fix="look at its messages, and at what rewards pass to log_extra",
+        ) from None
 
 
 class Failures:
@@ -120,7 +142,7 @@ class GroupMaker:
         self.share = RunningShare()
         self._env = env
         self._dropped = dropped
-        self._lost = self._unscored = self._equal = 0
+        self._lost = self._long = self._unscored = self._equal = 0
 
     async def next_item(self) -> Any:
         """Return the next item, or None if there are no more; raise ScoreTimeout if it takes too long."""
@@ -145,6 +167,8 @@ class GroupMaker:
                 check_sampled_from_all(group, env.name)
                 self.share.add([trained_tokens(mask) for mask in group.masks])
                 reason = unfit(group, env.config, self.max_token_len)  # its lists may have other lengths
+                if reason is None:
+                    check_writable(group, env.config)
         except OF_CODE as raised:  # it loses one item
             error = error_of_code(raised)
             loss = next((loss for kind, loss in LOSSES.items() if isinstance(error, kind)), "")
@@ -186,15 +210,17 @@ class GroupMaker:
         """Count a lost group, and log the first one of a reason since the last step.
 
         Raises:
-            EnvironmentFailed: `LOST_IN_A_ROW` groups were lost one after the other.
+            EnvironmentFailed: `LOST_IN_A_ROW` groups were lost one after the other, or `LONG_IN_A_ROW` of long prompts.
         """
         if not is_logged and not self._dropped[reason]:
             log.warning("%s", trouble)
         self._dropped[reason] += 1
-        self._lost += 1
-        if self._lost >= LOST_IN_A_ROW:
-            raise EnvironmentFailed(f"{self._lost} groups in a row were lost", field=self._env.name, got=trouble)
+        is_long = reason == LOSSES[PromptTooLong]
+        self._lost, self._long = self._lost + (not is_long), self._long + is_long
+        if self._lost >= LOST_IN_A_ROW or self._long >= LONG_IN_A_ROW:
+            lost = self._lost + self._long
+            raise EnvironmentFailed(f"{lost} groups in a row were lost", field=self._env.name, got=trouble)
 
     def used(self) -> None:
         """Count lost groups from 0: a group was used."""
-        self._lost = 0
+        self._lost = self._long = 0

@@ -174,6 +174,12 @@ class Runner:
             folder = Path(named) / FOLDER
         return StateFiles(folder, self.config.wandb_name or self.env.name) if folder else None
 
+    def _save_passed(self, before: int, step: int) -> None:
+        """Save the state under the step of the newest checkpoint since `before`, where a resumed run looks for it."""
+        every = self.registration.checkpoint_interval or 0
+        if every > 0 and step // every > before // every:
+            self._save_state(step - step % every)
+
     def _save_state(self, step: int) -> None:
         if (files := self._state_files()) is None:
             return
@@ -352,8 +358,7 @@ class Runner:
 
         step = self.env.curr_step = status.current_step
         self.reporter.end_step(step, self.env.measures.take())
-        if passed(self.registration.checkpoint_interval or 0):
-            self._save_state(step)
+        self._save_passed(before.current_step, step)
         every = self.config.steps_per_eval or self.registration.eval_every or 0
         if passed(every) and (running is None or 0 <= self._limits.last_step <= step):
             self._evaluation = self._start(self._evaluate(step, running))
@@ -401,7 +406,8 @@ class Runner:
                 status = await self.api.status(env_id)
         except (PeerError, TimeoutError):
             log.info("disconnecting; the trainer's last known step is %s", status.current_step if status else "none")
-        if status is not None:
+        if status is not None and self._status is not None:
+            self._save_passed(self._status.current_step, status.current_step)
             self._save_state(status.current_step)
         try:
             async with asyncio.timeout(GOODBYE_S):

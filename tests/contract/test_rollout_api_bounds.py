@@ -86,6 +86,8 @@ def test_a_full_queue_refuses_posts_until_a_batch_is_taken(tmp_path: Path, where
         assert warnings_of(tmp_path / "log") == 1
         api.post("/reset_data")
         assert post(api).status_code == 200
+        start_run(api, batch_size=1000)  # of which more must wait
+        assert 2 * taken - 2 <= fill(api) <= 2 * taken
 
 
 @pytest.mark.parametrize(("groups", "status"), [(50_000, 422), (2_000_000, 413), (21_000_000, 413)])

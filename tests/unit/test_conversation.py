@@ -185,7 +185,7 @@ def test_multi_turn_template_without_tools(tokenizer: Qwen2Tokenizer, caplog: py
     assert not caplog.records
 
 
-def test_multi_turn_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer) -> None:
+def test_multi_turn_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     env, prompts = sums(tokenizer, [CALL] * 9, max_turns=3)
     asyncio.run(env.collect_trajectories(5))
     assert len(prompts) == 3
@@ -198,6 +198,9 @@ def test_multi_turn_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer) -> Non
         assert group is not None and len(prompts) == 1
         assert group.tokens[0] == tokenizer.encode(prompts[0] + CALL)
         assert group.messages is not None and group.messages[0][-1]["role"] == "assistant"  # not the tool
+    made = talk(tokenizer, "a" + END)
+    monkeypatch.setattr(tokenizer, "encode", None)  # not called: no token has more than 13 characters
+    assert not made.hear([{"role": "tool", "content": "x" * 13_000}], 1000) and made.truncated
 
 
 def test_conversation_groups_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer) -> None:

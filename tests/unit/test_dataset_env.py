@@ -421,21 +421,21 @@ def test_data_json_text_stays_text_and_a_missing_key_is_none(tmp_path: Path) -> 
     assert data.rows.place(1) == "data/train-1.jsonl, line 2" and data.split == "train"
     assert rows_of(opened(tmp_path, split="test")) == [rows[0]]
     (tmp_path / "tables").mkdir()
-    (tmp_path / "tables/cells.csv").write_text("prompt,answer\nNA,null\n,x\n")
-    cells = [{"prompt": "NA", "answer": "null"}, {"prompt": None, "answer": "x"}]
+    (tmp_path / "tables/cells.csv").write_text("prompt,answer,n\nNA,true,1\n,02108,2\n")
+    cells = [{"prompt": "NA", "answer": "true", "n": 1}, {"prompt": None, "answer": "02108", "n": 2}]
     assert rows_of(opened(tmp_path / "tables")) == rows_of(opened(tmp_path / "tables/cells.csv")) == cells
 
 
 def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> None:
     """`datasets` decides by the first 10,000 rows and names no row in its error; pandas decides by 2^18 rows."""
-    (tmp_path / "longer.csv").write_text("prompt,answer\n" + "a,1\n" * 2**19 + "b,many\n")
+    (tmp_path / "longer.csv").write_text("prompt,n\n" + "a,1\n" * 2**19 + "b,many\n")
     data = opened(tmp_path / "longer.csv")
-    assert (data.rows[0]["answer"], data.rows[2**19]["answer"]) == ("1", "many")
+    assert (data.rows[0]["n"], data.rows[2**19]["n"]) == ("1", "many")
     (folder := tmp_path / "rows").mkdir()
-    (folder / "long.csv").write_text("prompt,answer\n" + "a,1\n" * 20_000 + "b,many\n")
+    (folder / "long.csv").write_text("prompt,n\n" + "a,1\n" * 20_000 + "b,many\n")
     for path in (folder / "long.csv", folder):
         data = opened(path)
-        assert (data.rows[0]["answer"], data.rows[20_000]["answer"]) == ("1", "many")
+        assert (data.rows[0]["n"], data.rows[20_000]["n"]) == ("1", "many")
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> N
         ("stray.jsonl.gz", b"no gzip", "", ""),
         ("cut.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "", ""),
         ("cells.csv", b"prompt,answer\na,1\nb,2,3\n", "", "2 fields in line 3, saw 3"),
-        ("latin.csv", "prompt,answer\na,1\ncaf\xe9,2\n".encode("latin-1"), ", line 3", "UTF8"),
+        ("latin.csv", "prompt,answer\na,1\ncaf\xe9,2\n".encode("latin-1"), ", line 3", "0xe9"),
         ("header.csv", b"prompt,answer\n", "", "no data"),
         ("text.parquet", b"not parquet at all", "", "Parquet"),
         ("a[1].csv", b"prompt,answer\na,1\n", "", "a path with one of * ? [ ::"),
@@ -567,6 +567,19 @@ def test_columns_prompt_and_answer_are_found(
 ) -> None:
     found, data = columns(tmp_path / "rows.jsonl", [row], **options)
     assert (found.prompt_of(data.rows[0]), found.answer_of(data.rows[0])) == (prompt, answer)
+
+
+def test_columns_an_answer_that_no_reward_compares_may_be_anything(data: Path, tokenizer: Qwen2Tokenizer) -> None:
+    lists = [{**row, "answer": [row["answer"]]} for row in ROWS]
+    other = written(data.with_name("test.jsonl"), [{"prompt": "1+1="}])
+    env = environment(tokenizer, written(data, lists), "length", options={"held_out_split": str(other)})
+    assert after_setup(env, env.evaluate)["reward"] == 1.0 and env.right_answer(0) is None
+    written(data)
+    env.rewards = (RewardConfig(function="exact_match"),)
+    with refusing(ConfigError, f"--data.held_out_split {other}", words=["answer"]):
+        asked(env)
+    with refusing(ConfigError, "answer"):
+        asked(environment(tokenizer, written(data, lists), "length", options={"answer_column": "answer"}))
 
 
 @pytest.mark.parametrize(

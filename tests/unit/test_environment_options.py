@@ -299,10 +299,11 @@ def test_truncated_answers() -> None:
     assert [sum(entry != wire.IGNORED for entry in mask) for mask in group.masks] == [1, 0, 3]
     assert group.scores == [1.0, 2.0, 3.0]
 
-    config = BaseEnvConfig(tokenizer_name="demo", group_size=1)
-    empty = wire.ScoredData(tokens=[[1, 2]], masks=[[wire.IGNORED] * 2], scores=[1.0])
+    config = BaseEnvConfig(tokenizer_name="demo", group_size=2)
+    empty = wire.ScoredData(tokens=[[1, 2]] * 2, masks=[[wire.IGNORED] * 2] * 2, scores=[1.0, 0.0])
     assert unfit(empty, config, 99) is not None
-    assert unfit(msgspec.structs.replace(empty, overrides=[{"truncated": True}]), config, 99) is None
+    cut = msgspec.structs.replace(empty, overrides=[{"truncated": True}, {"unscored": True}])
+    assert unfit(cut, config, 99) is None
 
 
 @pytest.mark.parametrize("clean", [True, False])
@@ -343,7 +344,8 @@ def test_a_conversation_without_room_for_the_answer_is_truncated() -> None:
     for end, longest, truncated in (("length", 999, True), ("stop", 999, False), ("stop", 20, True)):
         talk = Conversation(env.tokenizer, CHAT[1:])
         talk.say(Completion(talk.tokens, env.tokenizer.encode("46"), [-0.5] * 2, "", end, 1), "46")
-        talk.hear([{"role": "user", "content": "a longer question"}], longest)
+        if talk.hear([{"role": "user", "content": "a longer question"}], longest):
+            talk.say(Completion(talk.tokens, [5], [-0.5], "", "stop", 1), "1")
         assert talk.trajectory(1.0).truncated is truncated
 
 

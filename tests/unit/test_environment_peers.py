@@ -125,6 +125,13 @@ def test_a_post_whose_answer_is_lost_is_repeated_whole_and_with_its_key() -> Non
         assert each.headers["content-type"] == wire.MSGPACK and wire.decode_group(each.content) == GROUP
 
 
+def test_a_full_api_is_waited_for_however_short_the_patience() -> None:
+    replies = iter([Reply(429), Reply(429), Reply(json={"status": "received"})])
+    with answering(lambda _: next(replies)) as url:
+        config = CONFIG.model_copy(update={"rollout_server_url": url, "retry_timeout": 1e-6})
+        then_closed(RolloutApi(config), lambda api: api.post(GROUP))
+
+
 def test_another_kind_of_server_is_named() -> None:
     page = Reply(content=b"<html>welcome</html>")
     with answering(lambda _: page) as url, pytest.raises(PeerError) as error:
