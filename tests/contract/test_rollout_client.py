@@ -391,23 +391,12 @@ def test_a_status_that_does_not_come_ends_no_wait_for_an_evaluation(monkeypatch:
 def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order(api: Api) -> None:
     """As many as steps may lie between two checkpoints; a trainer that is killed before the second gets them again."""
     count = 300
-    groups = [
-        {
-            "tokens": [[1, value % 50, value // 50], [1, value % 50, 60]],
-            "masks": [[-100, -100, value // 50], [-100, -100, 60]],
-            "scores": [1.0, 0.0],
-            "inference_logprobs": [[1.0, 1.0, -0.5], [1.0, 1.0, -0.5]],
-            "policy_versions": [0, 0],
-        }
-        for value in range(2 * count)
-    ]
-    httpx.post(api.url + "/scored_data_list", json=groups, trust_env=False, timeout=60).raise_for_status()
+    api.post(*range(0, 4 * count, 2))
 
-    def take_all(rollouts: Any) -> list[list[list[int]]]:
+    def take_all(rollouts: Any) -> list[list[int]]:
         taken = []
         for step in range(1, count + 1):
-            batch = rollouts.next(0, last=True)
-            taken.append([group.samples[0].tokens_T.tolist() for group in batch.rollouts.groups])
+            taken.append(first_tokens(batch := rollouts.next(0, last=True)))
             rollouts.trained(batch)
             rollouts.report(step)
         return taken
@@ -418,10 +407,6 @@ def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order
     api.start()
     rollouts = feed(api)
     client = rollouts.client
-    assert (
-        take_all(rollouts)
-        == taken
-        == [[[1, value % 50, value // 50] for value in (2 * step, 2 * step + 1)] for step in range(count)]
-    )
+    assert take_all(rollouts) == taken == [[value, value + 2] for value in range(0, 4 * count, 4)]
     rollouts.settle(client.unsettled)
     assert (status(api)["leases"], status(api)["queue_size"], client.unsettled) == ([], 0, ())

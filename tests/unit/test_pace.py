@@ -23,7 +23,6 @@ from environments.api import wire
 from environments.api.overview import Explainer
 from environments.api.queue import RolloutQueue
 from environments.api.service import Service
-from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
 from environments.demo_model.model import build_tokenizer
@@ -41,6 +40,7 @@ from environments.running.pace import (
 from environments.running.state import StateFiles
 from environments.scoring import settled
 from tests.stand_ins import local_api, registration, serving, trained
+from tests.unit.test_environment_runner import started
 
 STEPS = 12
 
@@ -243,9 +243,7 @@ async def train(service: Service, steps: int) -> list[Counter[int]]:
 
 
 async def test_batches_are_mixed_by_weight_however_fast_each_environment_is(tmp_path: Path) -> None:
-    service = Service(Settings())
-    await service.register(trainer(tmp_path))
-    await service.next_batch()
+    service = await started(trainer(tmp_path))
     slow, fast = Numbers(1, seconds=0.05, inference_weight=3.0), Numbers(2, inference_weight=1.0)
     async with local_api(service) as api:
         tasks = [asyncio.create_task(serving(env, api)) for env in (slow, fast)]
@@ -284,9 +282,7 @@ def test_environments_with_groups_of_several_sizes_fill_batches(batch: int, size
 
 def test_a_resumed_run_goes_on_with_the_items_that_were_next(tmp_path: Path) -> None:
     async def run(starting_step: int, steps: int) -> Numbers:
-        service = Service(Settings())
-        await service.register(trainer(tmp_path, starting_step))
-        await service.next_batch()
+        service = await started(trainer(tmp_path, starting_step))
         env = Numbers(total_steps=starting_step + steps)
         task = asyncio.create_task(serving(env, service))
         await train(service, steps)
@@ -308,9 +304,7 @@ async def test_state_saved_at_the_end_is_of_the_step_that_the_trainer_has_reache
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "GOODBYE_S", 60.0)  # a busy machine takes longer for an answer
-    service, stop = Service(Settings()), asyncio.Event()
-    await service.register(trainer(tmp_path))
-    await service.next_batch()
+    service, stop = await started(trainer(tmp_path)), asyncio.Event()
     task = asyncio.create_task(serving(Stuck(), service, stop))
     await train(service, 1)
     stop.set()
