@@ -24,9 +24,9 @@ from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.manifest import Progress
-from tests.processes import answers, free_port, once, running, wait_for
+from tests.processes import once, wait_for
 from tests.rollout_api import ServerProcess
-from tests.stand_ins import registration
+from tests.stand_ins import Reply, answering, registration
 from tests.unit.factories import refusing
 
 BATCH = 4
@@ -201,10 +201,8 @@ def test_a_stop_ends_the_wait(api: Api) -> None:
         rollouts.next(0)
 
 
-def test_client_tells_a_server_that_is_no_rollout_api(tmp_path: Path) -> None:
-    with running("-m", "http.server", str(port := free_port()), "--bind", "127.0.0.1", log=tmp_path / "log"):
-        url = f"http://127.0.0.1:{port}"
-        wait_for("a web server", lambda: answers(url), tmp_path / "log", 30)
+def test_client_tells_a_server_that_is_no_rollout_api() -> None:
+    with answering(lambda _: Reply(501, content=b"<html>Unsupported method</html>")) as url:
         config = RolloutConfig(atropos_url=url, rollout_timeout=1)
         with refusing(ServerError, f"POST {url}/register") as refused:
             RolloutClient(config, registration(BATCH, **RUN), lambda: None).register()
@@ -225,12 +223,19 @@ def test_a_trainer_that_was_taken_over_ends_with_that_word(api: Api) -> None:
 
 
 def test_a_trained_batch_stays_leased_until_it_is_settled_and_moves_the_step_before(api: Api) -> None:
+    """Also over a crash of the API, after which an environment is told of the groups that are not trained yet."""
     first = feed(api)
     api.post(10, 12, 14, 16)
     batch = first.next(0)
     assert first.trained(batch) == (batch.rollouts.batch_id,)
+    first.next(0)
+    env_id = post(api, "/register-env", desired_name="sums", **ENVIRONMENT)["env_id"]
     first.report(1)
-    assert status(api)["current_step"] == 1 and status(api)["leased_groups"] == 2
+    api.kill()
+    api.start()
+    assert status(api)["current_step"] == 1 and status(api)["leased_groups"] == 4
+    told = httpx.get(f"{api.url}/status-env?env_id={env_id}&wait=0", trust_env=False).json()
+    assert told["leased"] == 2
     resumed = feed(api)  # another process, which knows of no checkpoint
     assert first_tokens(resumed.next(0)) == [10, 12]
     assert status(api)["current_step"] == 0
