@@ -467,8 +467,8 @@ def annotate(kind: str, group: wire.ScoredData = GROUP, **changes: Any) -> tuple
         return Reply(json={"choices": [choice]})
 
     with answering(handle) as url:
-        settings: dict[str, Any] = {"tokenizer_name": "m", "teacher_url": url, "retry_timeout": 30.0}
-        teacher = Teacher.of(BaseEnvConfig(**(settings | {"teacher_top_k": 2} | changes)))
+        settings: dict[str, Any] = {"tokenizer_name": "m", "teacher_url": url, "teacher_top_k": 2, **changes}
+        teacher = Teacher.of(BaseEnvConfig(**settings))
         return then_closed(teacher, lambda teacher: teacher.annotate(group)), asked
 
 
