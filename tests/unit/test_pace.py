@@ -69,6 +69,7 @@ def status(
 
 ONE = {"max_batches_offpolicy": 1}
 THREE = {"max_batches_offpolicy": 3}
+TEN = limits(last_step=10)
 PACE: list[tuple[dict[str, Any], Limits, wire.StatusEnv, InFlight, int]] = [
     # By batches: one of 8 sequences is 4 groups of 2.
     (ONE, limits(), status(), InFlight(), 4),
@@ -78,31 +79,25 @@ PACE: list[tuple[dict[str, Any], Limits, wire.StatusEnv, InFlight, int]] = [
     (ONE, limits(), status(queue=9), InFlight(), 0),
     (ONE, limits(), status(queue=2, own=0), InFlight(1, 0), 1),  # 4 - 2 queued by others - 1 in flight
     (THREE, limits(), status(queue=3), InFlight(1, 0), 8),  # 3 * 4 - 3 - 1
-    (THREE, limits(last_step=10), status(step=9, queue=1), InFlight(), 3),  # one step is left: 1 * 4 - 1
-    (THREE, limits(last_step=10), status(step=10), InFlight(), 0),
+    (THREE, TEN, status(step=9, queue=1), InFlight(), 3),  # one step is left: 1 * 4 - 1
+    (THREE, TEN, status(step=10), InFlight(), 0),
     ({"max_concurrent_groups": 3}, limits(), status(), InFlight(1, 0), 2),
     (ONE | {"min_batch_allocation": 0.5}, limits(), status(queue=9, own=0), InFlight(1, 0), 1),  # 4 / 2 is ours: 2 - 1
     ({"group_size": 3}, limits(), status(), InFlight(), 3),  # 8 / 3 groups, rounded up
     # One batch of completions is kept running.
-    ({}, limits(last_step=10), status(leased=0), InFlight(), 4),
-    ({}, limits(last_step=10), status(leased=4), InFlight(), 4),  # one is trained on, the next one is not complete
-    ({}, limits(last_step=10), status(leased=4, queue=3), InFlight(1, 0), 3),  # its last group is in flight: keep 4
-    ({}, limits(last_step=10), status(leased=4, queue=4), InFlight(0), 0),  # it is complete
-    ({}, limits(last_step=10), status(leased=8), InFlight(2, 0), 0),  # and the trainer has it already
-    ({}, limits(last_step=10), status(leased=6, queue=1), InFlight(1, 0), 3),  # 2 leased ahead and 1 queued are none
-    ({}, limits(last_step=10), status(leased=4), InFlight(1, 0, 0.8), 4),  # 5 groups, so that 4 groups' completions run
-    ({}, limits(last_step=10), status(leased=4), InFlight(1, 0, 0.1), 11),  # never more than three batches
-    ({}, limits(last_step=10), status(leased=4, queue=4), InFlight(0, None, 0.5), 0),  # the next batch is complete
-    (
-        {},
-        limits(last_step=10),
-        status(5, 3, leased=4),
-        InFlight(1, 1),
-        0,
-    ),  # four steps old: (5 + 1 - 4) * 4 - 4 - 3 - 1
-    ({}, limits(last_step=10), status(6, leased=0), InFlight(1, 1), 3),  # five: 1 * 4 - 1
-    ({}, limits(last_step=10), status(7, leased=0), InFlight(1, 1), 0),  # it goes first
-    ({}, limits(last_step=10), status(8, 2, leased=4), InFlight(1, 8), 1),  # two steps are left: 2 * 4 - 4 - 2 - 1
+    ({}, TEN, status(leased=0), InFlight(), 4),
+    ({}, TEN, status(leased=4), InFlight(), 4),  # one is trained on, the next one is not complete
+    ({}, TEN, status(leased=4, queue=3), InFlight(1, 0), 3),  # its last group is in flight: keep 4
+    ({}, TEN, status(leased=4, queue=4), InFlight(0), 0),  # it is complete
+    ({}, TEN, status(leased=8), InFlight(2, 0), 0),  # and the trainer has it already
+    ({}, TEN, status(leased=6, queue=1), InFlight(1, 0), 3),  # 2 leased ahead and 1 queued are none
+    ({}, TEN, status(leased=4), InFlight(1, 0, 0.8), 4),  # 5 groups, so that 4 groups' completions run
+    ({}, TEN, status(leased=4), InFlight(1, 0, 0.1), 11),  # never more than three batches
+    ({}, TEN, status(leased=4, queue=4), InFlight(0, None, 0.5), 0),  # the next batch is complete
+    ({}, TEN, status(5, 3, leased=4), InFlight(1, 1), 0),  # four steps old: (5 + 1 - 4) * 4 - 4 - 3 - 1
+    ({}, TEN, status(6, leased=0), InFlight(1, 1), 3),  # five: 1 * 4 - 1
+    ({}, TEN, status(7, leased=0), InFlight(1, 1), 0),  # it goes first
+    ({}, TEN, status(8, 2, leased=4), InFlight(1, 8), 1),  # two steps are left: 2 * 4 - 4 - 2 - 1
     # None is started that will be too old.
     ({}, limits(max_staleness=0), status(leased=0), InFlight(), 4),
     ({}, limits(max_staleness=0), status(leased=0, queue=1), InFlight(2, 0), 1),  # 1 * 4 - 1 - 2
