@@ -58,6 +58,13 @@ def start_run(api: httpx.Client, **trainer: Any) -> None:
     assert api.get("/batch").json() == {"batch": None}
 
 
+@pytest.fixture
+def run(api: httpx.Client) -> httpx.Client:
+    """A client of an API whose trainer waits for its first batch."""
+    start_run(api)
+    return api
+
+
 def test_before_a_trainer(api: httpx.Client):
     assert "message" in api.get("/").json()
     assert api.get("/wandb_info").json() == {"group": None, "project": None}
@@ -97,10 +104,9 @@ def test_a_run_from_register_to_batch(api: httpx.Client):
     assert api.get("/info").json()["batch_size"] == -1
 
 
-def test_status_env_by_body_and_by_query(api: httpx.Client):
-    start_run(api)
-    api.post("/register-env", json=ENV)
-    by_body, by_query = api.request("GET", "/status-env", json={"env_id": 0}), api.get("/status-env?env_id=0")
+def test_status_env_by_body_and_by_query(run: httpx.Client):
+    run.post("/register-env", json=ENV)
+    by_body, by_query = run.request("GET", "/status-env", json={"env_id": 0}), run.get("/status-env?env_id=0")
     assert by_body.json() == by_query.json() == {
         **{"current_step": 3, "queue_size": 0, "unallocated_fraction": 1.0},
         **{"self_queue_size": 0, "max_group_size": 1, "env_weight": 1.0},
@@ -151,59 +157,55 @@ def test_messagepack_both_ways(api: httpx.Client, packed: bool):
     assert leased.batch_id is not None
 
 
-def test_lease_acknowledge_extend_release(api: httpx.Client):
-    start_run(api)
+def test_lease_acknowledge_extend_release(run: httpx.Client):
     for first in (1, 3, 5, 7):
-        api.post("/scored_data", json=group(first=first))
-    first = api.get("/batch?lease=30").json()
+        run.post("/scored_data", json=group(first=first))
+    first = run.get("/batch?lease=30").json()
     assert first["current_step"] == 3
     assert 29 < first["expires_in_s"] <= 30
-    again = api.get("/batch?lease=30&request=one").json()
+    again = run.get("/batch?lease=30&request=one").json()
     assert again["batch"] != first["batch"], "what is leased is not given out twice"
-    assert api.get("/batch?lease=30&request=one").json()["batch_id"] == again["batch_id"]
-    assert api.post(f"/batch/{first['batch_id']}/extend?lease=60").json() == {"status": "extended", "current_step": 3}
-    assert api.post(f"/batch/{first['batch_id']}/ack").json() == {"status": "acknowledged", "current_step": 4}
-    assert api.post(f"/batch/{first['batch_id']}/ack").json() == {"status": "acknowledged", "current_step": 4}
-    assert api.post(f"/batch/{again['batch_id']}/release").json()["status"] == "released"
-    third = api.get("/batch?lease=30").json()
+    assert run.get("/batch?lease=30&request=one").json()["batch_id"] == again["batch_id"]
+    assert run.post(f"/batch/{first['batch_id']}/extend?lease=60").json() == {"status": "extended", "current_step": 3}
+    assert run.post(f"/batch/{first['batch_id']}/ack").json() == {"status": "acknowledged", "current_step": 4}
+    assert run.post(f"/batch/{first['batch_id']}/ack").json() == {"status": "acknowledged", "current_step": 4}
+    assert run.post(f"/batch/{again['batch_id']}/release").json()["status"] == "released"
+    third = run.get("/batch?lease=30").json()
     assert third["batch"] == again["batch"]
     for held, call, reason in ((again, "ack", "released"), (first, "extend?lease=9", "acknowledged")):
-        refused = api.post(f"/batch/{held['batch_id']}/{call}")
+        refused = run.post(f"/batch/{held['batch_id']}/{call}")
         assert (refused.status_code, refused.json()["reason"]) == (409, reason)
-    assert api.post(f"/batch/{third['batch_id']}/ack", json={"step": 9}).json()["current_step"] == 9
-    assert {api.post(f"/batch/nothing/{what}").status_code for what in ("ack", "release", "extend?lease=9")} == {404}
+    assert run.post(f"/batch/{third['batch_id']}/ack", json={"step": 9}).json()["current_step"] == 9
+    assert {run.post(f"/batch/nothing/{what}").status_code for what in ("ack", "release", "extend?lease=9")} == {404}
 
 
-def test_a_second_register_takes_over(api: httpx.Client):
-    start_run(api)
-    old = api.post("/register", json=TRAINER).json()["uuid"]
+def test_a_second_register_takes_over(run: httpx.Client):
+    old = run.post("/register", json=TRAINER).json()["uuid"]
     for first in (1, 3):
-        api.post("/scored_data", json=group(first=first))
-    held = api.get(f"/batch?lease=1000&uuid={old}").json()
-    new = api.post("/register", json=TRAINER | {"batch_size": 2, "starting_step": 8}).json()["uuid"]
+        run.post("/scored_data", json=group(first=first))
+    held = run.get(f"/batch?lease=1000&uuid={old}").json()
+    new = run.post("/register", json=TRAINER | {"batch_size": 2, "starting_step": 8}).json()["uuid"]
     assert new != old
     assert (
-        api.post("/register", json=TRAINER | {"batch_size": 2, "starting_step": 8, "uuid": new}).json()["uuid"] == new
+        run.post("/register", json=TRAINER | {"batch_size": 2, "starting_step": 8, "uuid": new}).json()["uuid"] == new
     )
-    assert api.get("/status").json()["current_step"] == 8
-    for refused in (api.get(f"/batch?lease=1000&uuid={old}"), api.post(f"/batch/{held['batch_id']}/ack")):
+    assert run.get("/status").json()["current_step"] == 8
+    for refused in (run.get(f"/batch?lease=1000&uuid={old}"), run.post(f"/batch/{held['batch_id']}/ack")):
         assert (refused.status_code, refused.json()["reason"]) == (409, "taken over")
-    assert [each["tokens"][0][0] for each in api.get(f"/batch?uuid={new}").json()["batch"]] == [1]
+    assert [each["tokens"][0][0] for each in run.get(f"/batch?uuid={new}").json()["batch"]] == [1]
 
 
-def test_buffering_as_the_original_answers_it(api: httpx.Client):
-    start_run(api)
-    api.post("/register-env", json=ENV | {"group_size": 4})
-    assert api.post("/scored_data", json=group(3, env_id=0)).json() == {"status": "buffered", "buffer_size": 3}
-    answer = api.post("/scored_data_list", json=[group(1, env_id=0), group(4, env_id=0)]).json()
+def test_buffering_as_the_original_answers_it(run: httpx.Client):
+    run.post("/register-env", json=ENV | {"group_size": 4})
+    assert run.post("/scored_data", json=group(3, env_id=0)).json() == {"status": "buffered", "buffer_size": 3}
+    answer = run.post("/scored_data_list", json=[group(1, env_id=0), group(4, env_id=0)]).json()
     assert answer == {"status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 0}
-    assert sum(len(each["tokens"]) for each in api.get("/batch").json()["batch"]) == 4
+    assert sum(len(each["tokens"]) for each in run.get("/batch").json()["batch"]) == 4
 
 
 TEACHER = {"distill_token_ids": [[[], [1], [1]]] * 2, "distill_logprobs": [[[], [-1.0], [-1e39]]] * 2}
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"scores": [float("nan"), 1.0]}, "scores[0]", "nan"),
-    ({"scores": [1.0, float("inf")]}, "scores[1]", "inf"),
     ({"scores": [1e308, 1e308]}, "scores[0]", "1e+308"),  # infinite in the trainer's float32, as their sum
     ({"scores": [1.0]}, "scores", "1 for 2 sequences"),
     ({"scores": None}, "scores", "`array`"),
@@ -214,7 +216,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"advantages": [[1.0] * 3, [0.0, -1e300, 0.0]]}, "advantages[1][1]", "-1e+300"),
     ({"advantages": [[1.0, 2.0], [1.0] * 3]}, "advantages[0]", "2 entries"),
     ({"masks": [[1, 1], [1, 1, 1]]}, "masks[0]", "2 entries, tokens[0] has 3"),
-    ({"masks": [[1, 1, 1]]}, "masks", "1 sequences, tokens has 2"),
     ({"tokens": [], "masks": [], "scores": []}, "tokens", "empty"),
     ({"tokens": [[], []], "masks": [[], []]}, "tokens[0]", "empty"),
     ({"tokens": [[2**31, 1, 1], [1, 1, 1]]}, "tokens[0][0]", "<= 2147483647"),
@@ -250,19 +251,18 @@ def forms(fields: dict[str, Any]) -> Iterator[tuple[bytes, str]]:
 
 @pytest.mark.parametrize(("fields", "place", "said"), BAD)
 def test_a_bad_group_is_refused_by_its_place_and_good_ones_beside_it_are_taken(
-    api: httpx.Client, fields: dict[str, Any], place: str, said: str
+    run: httpx.Client, fields: dict[str, Any], place: str, said: str
 ):
-    start_run(api)
     bad, key = group(**fields), re.split(r"\W", place)[0]
     for body, content_type in forms(bad):
-        refused = api.post("/scored_data", content=body, headers={"Content-Type": content_type})
+        refused = run.post("/scored_data", content=body, headers={"Content-Type": content_type})
         assert (refused.status_code, refused.json()["field"]) == (422, key), refused.text
         assert refused.json()["detail"].startswith(f"{place}: ") and said in refused.json()["detail"]
-    mixed = api.post("/scored_data_list", content=json.dumps([group(first=1), bad, group(first=3)]))
+    mixed = run.post("/scored_data_list", content=json.dumps([group(first=1), bad, group(first=3)]))
     answer = mixed.json()
     assert (mixed.status_code, answer["status"], answer["groups_processed"]) == (422, "partial", 2)
     assert [(each["group"], each["field"]) for each in answer["rejected"]] == [(1, key)]
-    assert [each["tokens"][0][0] for each in api.get("/batch").json()["batch"]] == [1, 3]
+    assert [each["tokens"][0][0] for each in run.get("/batch").json()["batch"]] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -320,41 +320,37 @@ REFUSED: list[tuple[str, str, int, str | None, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("method", "path", "status", "field", "sent"), REFUSED)
 def test_what_is_refused_is_named(
-    api: httpx.Client, method: str, path: str, status: int, field: str | None, sent: dict[str, Any]
+    run: httpx.Client, method: str, path: str, status: int, field: str | None, sent: dict[str, Any]
 ):
-    start_run(api)
-    answer = api.request(method, path, **sent)
+    answer = run.request(method, path, **sent)
     assert (answer.status_code, answer.json().get("field")) == (status, field) and answer.json()["detail"]
-    assert api.post("/disconnect-env", json={"env_id": 5}).json()["status"] == "failure"
+    assert run.post("/disconnect-env", json={"env_id": 5}).json()["status"] == "failure"
 
 
-def test_packed_groups_have_messages_that_the_page_shows(api: httpx.Client) -> None:
-    start_run(api)
+def test_packed_groups_have_messages_that_the_page_shows(run: httpx.Client) -> None:
     messages = [[{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]] * 2
     sent = wire.ScoredData(**group(messages=messages))
-    packed = api.post("/scored_data", content=wire.encode_group(sent), headers={"Content-Type": wire.MSGPACK})
+    packed = run.post("/scored_data", content=wire.encode_group(sent), headers={"Content-Type": wire.MSGPACK})
     assert packed.status_code == 200, packed.text
-    assert [sample["texts"] for sample in api.get("/overview").json()["samples"]] == [["user: 2+2=\nassistant: 4"] * 2]
+    assert [sample["texts"] for sample in run.get("/overview").json()["samples"]] == [["user: 2+2=\nassistant: 4"] * 2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_evaluation_refuses_a_figure_that_is_not_finite(api: httpx.Client, value: float):
+def test_evaluation_refuses_a_figure_that_is_not_finite(run: httpx.Client, value: float):
     """JSON has no such number: the trainer could read no evaluation of any environment."""
-    start_run(api)
-    env_id = api.post("/register-env", json=ENV).json()["env_id"]
+    env_id = run.post("/register-env", json=ENV).json()["env_id"]
     body = {"env_id": env_id, "step": 1, "metrics": {"accuracy": 0.5, "loss": value}}
     headers = {"Content-Type": wire.MSGPACK}
-    refused = api.post("/evaluation", content=msgspec.msgpack.encode(body), headers=headers)
+    refused = run.post("/evaluation", content=msgspec.msgpack.encode(body), headers=headers)
     assert refused.status_code == 422 and refused.json()["field"] == "metrics"
-    kept = api.post("/evaluation", json={"env_id": env_id, "step": 1, "metrics": {"accuracy": 0.5}})
+    kept = run.post("/evaluation", json={"env_id": env_id, "step": 1, "metrics": {"accuracy": 0.5}})
     assert kept.status_code == 200
-    assert [each["metrics"] for each in api.get("/evaluations").json()["evaluations"]] == [{"accuracy": 0.5}]
+    assert [each["metrics"] for each in run.get("/evaluations").json()["evaluations"]] == [{"accuracy": 0.5}]
 
 
-def test_a_name_changes_nothing_but_its_place_in_the_log(api: httpx.Client, server: ServerProcess):
-    start_run(api)
+def test_a_name_changes_nothing_but_its_place_in_the_log(run: httpx.Client, server: ServerProcess):
     name = "\x1b]0;evil\x07\nINFO \u202eforged"
-    assert api.post("/register-env", json=ENV | {"desired_name": name}).status_code == 200
+    assert run.post("/register-env", json=ENV | {"desired_name": name}).status_code == 200
     said = server.log.read_text()
     assert "\\x1b]0;evil\\x07\\nINFO \\u202eforged" in said and "\x1b" not in said and "\nINFO" not in said
 
@@ -386,14 +382,13 @@ def test_a_gzip_bomb_is_refused_and_memory_stays_bounded(api: httpx.Client, serv
     assert api.post("/scored_data", content=iter([bytes(1 << 20)] * 5)).status_code == 413
 
 
-def test_a_body_of_json_may_be_a_quarter_of_one_of_messagepack(api: httpx.Client):
-    start_run(api)
+def test_a_body_of_json_may_be_a_quarter_of_one_of_messagepack(run: httpx.Client):
     long = wire.ScoredData(**group(2, 300_000))  # type: ignore[arg-type]
     body, packed = wire.encode(long), wire.encode_group(long)
     assert 2 << 20 < len(packed) < 8 << 20 and 2 << 20 < len(body) < 8 << 20
-    refused = api.post("/scored_data", content=body)
+    refused = run.post("/scored_data", content=body)
     assert refused.status_code == 413 and "--max-body-mb" in refused.json()["detail"]
-    assert api.post("/scored_data", content=packed, headers={"Content-Type": wire.MSGPACK}).status_code == 200
+    assert run.post("/scored_data", content=packed, headers={"Content-Type": wire.MSGPACK}).status_code == 200
 
 
 def test_a_long_group_comes_back_whole(api: httpx.Client):
@@ -411,11 +406,10 @@ def test_a_long_group_comes_back_whole(api: httpx.Client):
     assert "masks[0]" in api.post("/scored_data", json=wrong).json()["detail"]
 
 
-def test_a_repeated_post_with_its_key_counts_once(api: httpx.Client):
-    start_run(api)
+def test_a_repeated_post_with_its_key_counts_once(run: httpx.Client):
     for _ in range(2):
-        assert api.post("/scored_data", json=group(), headers={"Idempotency-Key": "k"}).json() == {"status": "received"}
-    assert api.get("/status").json()["queue_size"] == 1
+        assert run.post("/scored_data", json=group(), headers={"Idempotency-Key": "k"}).json() == {"status": "received"}
+    assert run.get("/status").json()["queue_size"] == 1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -424,15 +418,6 @@ def test_a_busy_port_and_no_key_end_it(server: ServerProcess, host: str):
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 2
     assert ("--api-key" if host == "0.0.0.0" else f"pid {server.process.pid}") in done.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly(number: signal.Signals):
-    with running_server("--api-key", "secret") as server, httpx.Client(base_url=server.url) as client:
-        assert client.get("/status").status_code == 401  # and the connection stays open
-        assert client.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
-        os.kill(server.process.pid, number)
-        assert server.process.wait(timeout=30) == 0
 
 
 A_FAULT = """
@@ -461,13 +446,6 @@ def test_the_traceback_of_a_fault_is_printable(tmp_path: Path):
 
 LONG = 15  # seconds, of which nothing here takes as much
 SIX = {"current_step", "queue_size", "unallocated_fraction", "self_queue_size", "max_group_size", "env_weight"}
-
-
-@pytest.fixture
-def run(api: httpx.Client) -> httpx.Client:
-    """A client of an API whose trainer waits for its first batch."""
-    start_run(api)
-    return api
 
 
 @pytest.fixture
@@ -562,30 +540,17 @@ def test_an_environment_that_is_forgotten_hears_of_it(run: httpx.Client, threads
     assert future.result(LONG / 2)["field"] == "env_id"
 
 
-def test_a_signal_ends_a_server_on_which_requests_wait(threads: ThreadPoolExecutor) -> None:
-    with running_server() as server, httpx.Client(base_url=server.url, timeout=30) as client:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_server_on_which_requests_wait(threads: ThreadPoolExecutor, number: signal.Signals) -> None:
+    with running_server("--api-key", "secret") as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        assert client.get("/status").status_code == 401  # and the connection stays open
+        client.headers["Authorization"] = "Bearer secret"
         client.post("/register", json=TRAINER)
         client.get("/batch")
         env_id = register(client)
         seen = client.get(f"/status-env?env_id={env_id}&wait=0").json()["seen"]
         news = waiting(threads, client, f"/status-env?env_id={env_id}&wait={LONG}&seen={seen}")
         batch = waiting(threads, client, f"/batch?wait={LONG}")
-        assert server.stop() == 0
+        os.kill(server.process.pid, number)
+        assert server.process.wait(timeout=30) == 0
         assert news.result(60)["seen"] == seen and batch.result(60) == {"batch": None}
-
-
-def test_what_was_trained_on_is_known_after_a_crash(tmp_path: Any) -> None:
-    with running_server("--store", str(tmp_path / "queue.sqlite")) as server:
-        with httpx.Client(base_url=server.url, timeout=30) as client:
-            client.post("/register", json=TRAINER)
-            client.get("/batch")
-            env_id = register(client)
-            for _ in range(4):
-                post(client, env_id)
-            trained = client.get("/batch?lease=60").json()["batch_id"]
-            client.get("/batch?lease=60")
-            client.post(f"/batch/{trained}/extend?lease=60&step=4").raise_for_status()
-        server.kill()
-        server.start()
-        with httpx.Client(base_url=server.url, timeout=30) as client:
-            assert client.get(f"/status-env?env_id={env_id}&wait=0").json()["leased"] == 2

@@ -24,6 +24,7 @@ from tests.contract.test_rollout_api import ENV, TRAINER, start_run
 from tests.foreign import mangled
 from tests.processes import answers, free_port, running, wait_for
 from tests.rollout_api import running_server
+from tests.stand_ins import then_closed
 
 TOKENS = 8192
 GROUP = wire.ScoredData(tokens=[[7] * TOKENS] * 2, masks=[[7] * TOKENS] * 2, scores=[0.0, 1.0])
@@ -43,10 +44,10 @@ def post(api: httpx.Client, path: str = "/scored_data", body: bytes = BODY) -> h
     return api.post(path, content=body, headers=MSGPACK)
 
 
-def fill(api: httpx.Client) -> int:
+def fill(api: httpx.Client, body: bytes = BODY) -> int:
     """Post until it is refused; how many groups were taken."""
     taken = 0
-    while (answer := post(api)).status_code == 200:
+    while (answer := post(api, body=body)).status_code == 200:
         taken += 1
         assert taken < 100
     assert answer.status_code == 429
@@ -116,16 +117,12 @@ def test_groups_that_are_buffered_count(tmp_path: Path) -> None:
     with small_api(tmp_path) as api:
         start_run(api)
         assert api.post("/register-env", json=ENV | {"group_size": 1000}).json()["env_id"] == 0
-        body, taken = wire.encode_group(replace(GROUP, env_id=0)), 0
-        while post(api, body=body).status_code == 200:
-            taken += 1
-            assert taken < 100
+        taken = fill(api, wire.encode_group(replace(GROUP, env_id=0)))
         assert api.get("/status").json()["buffered_groups"] == taken
 
 
 def test_our_environment_waits_for_room(tmp_path: Path) -> None:
-    async def run(url: str, api: httpx.Client) -> None:
-        environment = RolloutApi(BaseEnvConfig(tokenizer_name="m", group_size=2, rollout_server_url=url))
+    async def run(environment: RolloutApi) -> None:
         posting = asyncio.create_task(environment.post(GROUP))
         before = api.get("/status").json()["queue_size"]
         done, _ = await asyncio.wait([posting], timeout=0.3)
@@ -133,12 +130,12 @@ def test_our_environment_waits_for_room(tmp_path: Path) -> None:
         assert api.get("/batch").json()["batch"]
         await posting
         assert api.get("/status").json()["queue_size"] == before
-        await environment.close()
 
     with small_api(tmp_path) as api:
         start_run(api, batch_size=2)
         fill(api)
-        asyncio.run(run(str(api.base_url), api))
+        url = str(api.base_url)
+        then_closed(RolloutApi(BaseEnvConfig(tokenizer_name="m", group_size=2, rollout_server_url=url)), run)
 
 
 def status_of_new_connection(port: int) -> int:
@@ -232,60 +229,57 @@ def odd_query(draw: random.Random) -> str:
     )
 
 
+class Client:
+    """Sends anything to a server, and finds an answer to all of it that is no failure of the server's."""
+
+    def __init__(self, port: int, log: Path) -> None:
+        self.connection, self.log = http.client.HTTPConnection("127.0.0.1", port, timeout=60), log
+        self.statuses: Counter[int] = Counter()
+
+    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
+        sent = {"Content-Type": wire.JSON, **{name.replace("_", "-"): value for name, value in headers.items()}}
+        self.connection.request(method, path, body, sent)
+        answer = self.connection.getresponse()
+        content = answer.read()
+        self.statuses[answer.status] += 1
+        assert answer.status < 500, (path, sent, self.log.read_text()[-3000:])
+        if answer.status >= 400:
+            refusal = json.loads(content)
+            assert refusal.get("detail") or refusal.get("rejected"), content
+        return content
+
+
 def test_ten_thousand_malformed_bodies(tmp_path: Path) -> None:
     draw = random.Random(20240711)
-    statuses: Counter[int] = Counter()
     with running_server("--max-body-mb", "4", log=tmp_path / "log") as server:
         process = psutil.Process(server.process.pid)
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        sizes = []
+        client, sizes = Client(server.port, server.log), []
         for number in range(BODIES):
             path = draw.choice(PATHS) if draw.random() < 0.3 else "/scored_data"
-            headers = {"Content-Type": draw.choice([wire.JSON, wire.JSON, wire.MSGPACK, "text/plain"])}
+            headers = {"Content_Type": draw.choice([wire.JSON, wire.JSON, wire.MSGPACK, "text/plain"])}
             if draw.random() < 0.1:
-                headers["Content-Encoding"] = draw.choice(["gzip", "br", ""])
-            connection.request("POST", path, mangled(draw, GOOD, OTHERS), headers)
-            answer = connection.getresponse()
-            content = answer.read()
-            statuses[answer.status] += 1
-            assert answer.status < 500, (path, headers, (tmp_path / "log").read_text()[-3000:])
-            if answer.status >= 400:
-                refusal = json.loads(content)
-                assert refusal.get("detail") or refusal.get("rejected"), content
+                headers["Content_Encoding"] = draw.choice(["gzip", "br", ""])
+            client.ask("POST", path, mangled(draw, GOOD, OTHERS), **headers)
             if number % 1000 == 999:
                 sizes.append(process.memory_info().rss)
-        connection.request("GET", "/reset_data")
-        connection.getresponse().read()
-        connection.request("POST", "/scored_data", json.dumps(GOOD).encode(), {"Content-Type": wire.JSON})
-        assert json.loads(connection.getresponse().read()) == {"status": "received"}
-    assert statuses[422] > BODIES / 10
-    assert statuses[400] > BODIES / 10
+        client.ask("GET", "/reset_data")
+        assert json.loads(client.ask("POST", "/scored_data", json.dumps(GOOD).encode())) == {"status": "received"}
+    assert client.statuses[422] > BODIES / 10
+    assert client.statuses[400] > BODIES / 10
     assert sizes[-1] - sizes[0] < 50e6, f"memory grew: {sizes}"
 
 
 def test_odd_queries(tmp_path: Path) -> None:
     draw = random.Random(20240712)
-    statuses: Counter[int] = Counter()
     # Requests that wait are held for a third of the time-out.
     with running_server("--env-timeout", "0.03", log=tmp_path / "log") as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-
-        def ask(method: str, path: str, body: object = None) -> int:
-            connection.request(
-                method, path, json.dumps(body) if body is not None else None, {"Content-Type": wire.JSON}
-            )
-            answer = connection.getresponse()
-            answer.read()
-            statuses[answer.status] += 1
-            assert answer.status < 500, (path, (tmp_path / "log").read_text()[-3000:])
-            return answer.status
-
-        assert ask("POST", "/register", TRAINER | {"batch_size": 2}) == 200
+        client = Client(server.port, server.log)
+        assert b"uuid" in client.ask("POST", "/register", json.dumps(TRAINER | {"batch_size": 2}).encode())
         for number in range(1_000):
             if number % 10 == 0:
-                assert ask("POST", "/scored_data", GOOD) == 200
-            ask("GET", odd_query(draw))
-            ask("POST", f"/batch/x/extend?lease={draw.choice(VALUES)}&step={draw.choice(VALUES)}")
-        assert ask("GET", "/status") == 200
-    assert statuses[422] > 200
-    assert statuses[200] > 200
+                assert b'"received"' in client.ask("POST", "/scored_data", json.dumps(GOOD).encode())
+            client.ask("GET", odd_query(draw))
+            client.ask("POST", f"/batch/x/extend?lease={draw.choice(VALUES)}&step={draw.choice(VALUES)}")
+        assert b"current_step" in client.ask("GET", "/status")
+    assert client.statuses[422] > 200
+    assert client.statuses[200] > 200

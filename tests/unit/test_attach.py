@@ -138,12 +138,9 @@ def test_attach_refuses_attention_that_would_leave_out_capping(tmp_path: Path) -
 # buffers ---------------------------------------------------------------------------------------------------
 
 ORIGINAL = {"original_max_position_embeddings": 64}
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 4.0},
+ROPES: dict[str, dict[str, Any]] = {  # and those of CONFIGS
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
     "longrope": {
         "rope_type": "longrope",
         "short_factor": [1.0 + 0.1 * index for index in range(16)],

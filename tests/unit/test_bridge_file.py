@@ -306,7 +306,6 @@ def test_check_shareable_takes_a_plain_model() -> None:
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2", "1,"),
         ({"data_parallel_size": 2}, "--data-parallel-size 2", "1,"),
-        ({"enable_sleep_mode": True}, "--enable-sleep-mode True", "False,"),
         ({"cpu_offload_gb": 4.0}, "--cpu-offload-gb 4.0", "0,"),
         ({"kv_transfer_config": {"kv_connector": "x"}}, "--kv-transfer-config {'kv_connector': 'x'}", "none,"),
         ({"port": 0}, "--port 0", ""),

@@ -424,20 +424,11 @@ def test_program_servers_that_never_come_are_named(model: str, name: str, peer: 
     assert f"{peer} at {nobody}: " in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["serv"], ["COMMAND: ", "'serv'", "serve, process, evaluate"]),
-        (["serve", "--openai.model_name", "/no/such"], ["--env.tokenizer_name: ", "/no/such"]),
-    ],
-)
-def test_program_mistakes_end_with_status_2_and_one_line(
-    arguments: list[str], says: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_program_mistakes_end_with_status_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        ArithmeticEnv.cli(arguments)
+        ArithmeticEnv.cli(["serve", "--openai.model_name", "/no/such"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert all(part in line for part in says)
+    assert "--env.tokenizer_name: " in line and "/no/such" in line
 
 
 # every built-in environment ------------------------------------------------------------------------------------------

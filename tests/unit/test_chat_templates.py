@@ -98,19 +98,6 @@ FAMILIES = {
         ["<start_of_turn>"],
         "one",
     ),
-    "mistral0.2": Family(
-        "{{ bos_token }}" + ALTERNATE + "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
-        "</s>",
-        "<other>",
-        bos="one",
-    ),
-    "zephyr": Family(
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
-        "</s>",
-        "<other>",
-    ),
     "phi3": Family(
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
@@ -135,7 +122,7 @@ def build(name: str, *, words: bool = False, appends_eos: bool = False) -> Any:
     With `words` each text begins with a space, as with SentencePiece.
     """
     family = FAMILIES[name]
-    eos = family.end if name in ("llama2", "mistral0.2", "zephyr") else family.other
+    eos = family.end if name == "llama2" else family.other
     marks = list(dict.fromkeys(["<s>", eos, family.end, family.other, *family.marks]))
     symbols = sorted({each.replace(" ", "\u2581") if words else each for each in SYMBOLS})
     made = Tokenizer(
@@ -272,12 +259,11 @@ class Asks(MultiTurnEnv[str]):
         return 0.0
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral0.2"])
-def test_an_instruction_goes_before_the_users_message_where_the_system_role_is_refused(name: str) -> None:
-    tokenizer = build(name)
+def test_an_instruction_goes_before_the_users_message_where_the_system_role_is_refused() -> None:
+    tokenizer = build("gemma2")
     talk = scripted(Asks, config=MultiTurnConfig, tokenizer=tokenizer).begin("how many?")
     assert tokenizer.decode(talk.tokens) == render(tokenizer, [user("be short\n\nhow many?")])
-    say(talk, tokenizer, "two", FAMILIES[name].end)
+    say(talk, tokenizer, "two", FAMILIES["gemma2"].end)
     assert talk.hear([user("sure?")])
     said = {"role": "assistant", "content": "two"}
     assert tokenizer.decode(talk.tokens) == render(tokenizer, [user("be short\n\nhow many?"), said, user("sure?")])

@@ -107,7 +107,6 @@ def test_tables_a_template_names_columns_and_nothing_else(template: str) -> None
     ("arguments", "field", "wanted"),
     [
         (["--reward", "a.py:f", "--reward", "b.py:f"], "--reward", "different names"),
-        (["--reward", "regex:a", "--reward", "regex:b"], "--reward", "different names"),
         (["--data.held_out", "5"], "--data", "a data set"),
         (["--data", "x", "--data.held_out", "1", "--data.held_out_split", "test"], "--data.held_out", "one of them"),
         (["--data", "x", "--data.prompt_template", "none"], "--data.prompt_template", "column names in braces"),

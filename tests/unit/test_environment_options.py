@@ -228,7 +228,6 @@ def own(*arguments: str) -> Any:
 
 VALUES: list[tuple[str, Sequence[str], Any]] = [
     ("places", ["1,2"], (1, 2)),
-    ("places", ["[1, 2]"], (1, 2)),
     ("places", ["5"], (5,)),
     ("places", ["1", "--env.places", "[2,3]"], (1, 2, 3)),
     ("places", ["[]"], ()),

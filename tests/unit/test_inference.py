@@ -21,12 +21,12 @@ from environments.from_verifiers import __main__ as verifiers_venv
 from environments.from_verifiers.__main__ import main
 from environments.from_verifiers.engine import Engine
 from environments.peers import inference, roster
-from environments.peers.http import Answer, PeerError, PeerGone, PeerRefused
+from environments.peers.http import PeerError, PeerGone, PeerRefused
 from environments.peers.inference import Completion, GrpoServer, InferenceClient, Kind, Sampling, Teacher
 from environments.peers.roster import ListedServers, servers
 from environments.trajectory import Trajectory
 from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, Served
-from tests.stand_ins import Asked, Handle, Reply, answering, generated
+from tests.stand_ins import Asked, Handle, Reply, answering, generated, then_closed
 from tests.unit.factories import refusing
 
 OURS: dict[str, Any] = {
@@ -77,16 +77,12 @@ def ask(
             answer = answer[before]
         return answer if isinstance(answer, Reply) else Reply(404) if answer is None else Reply(json=answer)
 
-    async def scene(url: str) -> list[Completion]:
-        client = InferenceClient(ServerConfig(base_url=f"{url}/v1", **settings), patience=30.0)
-        try:
-            completions = [await client.generate([3, 4], 2, sampling) for _ in range(times)]
-        finally:
-            await client.close()
-        return completions[-1]
+    async def generate(client: InferenceClient) -> list[Completion]:
+        return [await client.generate([3, 4], 2, sampling) for _ in range(times)][-1]
 
     with answering(handle) as url:
-        return asyncio.run(scene(url)), asked
+        client = InferenceClient(ServerConfig(base_url=f"{url}/v1", **settings), patience=30.0)
+        return then_closed(client, generate), asked
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -139,15 +135,10 @@ def test_client_warns_once_of_raw_logprobs(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.text
     ask(SERVERS["vllm"], Sampling(max_tokens=5, temperature=0.5), times=3)
     assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
-
-    async def scene(url: str) -> None:
-        client = InferenceClient(ServerConfig(base_url=url), patience=30.0)
-        await client.ask("/v1/completions", {"prompt": "x", "temperature": 0.5})
-        await client.close()
-
     routes = SERVERS["vllm"]
     with answering(lambda request: Reply(json=routes[request.path]) if request.path in routes else Reply(404)) as url:
-        asyncio.run(scene(url))
+        client = InferenceClient(ServerConfig(base_url=url), patience=30.0)
+        then_closed(client, lambda client: client.ask("/v1/completions", {"prompt": "x", "temperature": 0.5}))
     assert caplog.text.count("--logprobs-mode processed_logprobs") == 2
 
 
@@ -216,9 +207,6 @@ class Server:
             self.given_up += 1
             raise
         return [Completion(prompt_token_ids, [1], [0.0], self.url, "stop", 0)] * n
-
-    async def ask(self, path: str, body: dict[str, Any]) -> Answer:
-        raise NotImplementedError
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         return [None, {len(token_ids): float(top_k)}]
@@ -458,28 +446,12 @@ GROUP = wire.ScoredData(
 )
 
 
-def routes(kind: str) -> dict[str, Any]:
-    if kind == "grpo":
-        return {"/bridge/info": {"boot_id": "b", "policy_version": 0}}
-    return {"/version": {"version": "0.32.0"}, "/v1/models": {"data": [{"id": "big", "owned_by": "vllm"}]}}
-
-
-async def annotated(url: str, group: wire.ScoredData, **changes: Any) -> wire.ScoredData:
-    settings = {"tokenizer_name": "m", "teacher_url": url, "retry_timeout": 30.0}
-    teacher = Teacher.of(BaseEnvConfig(**(settings | changes)))
-    assert teacher is not None
-    try:
-        return await teacher.annotate(group)
-    finally:
-        await teacher.close()
-
-
 def annotate(kind: str, group: wire.ScoredData = GROUP, **changes: Any) -> tuple[wire.ScoredData, list[dict[str, Any]]]:
     asked: list[dict[str, Any]] = []
 
     def handle(request: Asked) -> Reply:
         if request.method == "GET":
-            known = routes(kind).get(request.path)
+            known = SERVERS[kind].get(request.path)
             return Reply(json=known) if known else Reply(404)
         body = request.json()
         asked.append(body)
@@ -495,7 +467,9 @@ def annotate(kind: str, group: wire.ScoredData = GROUP, **changes: Any) -> tuple
         return Reply(json={"choices": [choice]})
 
     with answering(handle) as url:
-        return asyncio.run(annotated(url, group, **({"teacher_top_k": 2} | changes))), asked
+        settings: dict[str, Any] = {"tokenizer_name": "m", "teacher_url": url, "teacher_top_k": 2, **changes}
+        teacher = Teacher.of(BaseEnvConfig(**settings))
+        return then_closed(teacher, lambda teacher: teacher.annotate(group)), asked
 
 
 @pytest.mark.parametrize("kind", ["grpo", "vllm"])
@@ -542,8 +516,7 @@ def ask_engine(
     """What the engine answers to `(trace id, body)`s, and what it asked our server."""
     asked: list[dict[str, Any]] = []
 
-    async def scene(server: str) -> tuple[list[httpx.Response], Engine]:
-        client = InferenceClient(ServerConfig(server_type="vllm", base_url=server), patience=30.0)
+    async def scene(client: InferenceClient) -> tuple[list[httpx.Response], Engine]:
         engine = Engine(client, max_length)
         url = await engine.start()
         try:
@@ -556,11 +529,10 @@ def ask_engine(
             return answers, engine
         finally:
             await engine.close()
-            await client.close()
 
     with answering(upstream(asked)) as server:
-        answers, engine = asyncio.run(scene(server))
-    return answers, engine, asked
+        client = InferenceClient(ServerConfig(server_type="vllm", base_url=server), patience=30.0)
+        return (*then_closed(client, scene), asked)
 
 
 def body(*tokens: int, **sampling: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_trainer import import_paths
 from grpo_trainer.batch.batching import group_advantages, import_own_parts
-from grpo_trainer.config.loss import LOSSES, KlEstimator, LossConfig
+from grpo_trainer.config.loss import LOSSES, LossConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.engine.head import TokenScores
 from grpo_trainer.errors import ConfigError
@@ -35,6 +35,7 @@ from grpo_trainer.losses.surrogates import (
 )
 from grpo_trainer.metrics.types import reduce
 from tests.processes import ROOT
+from tests.unit.factories import refusing
 
 MAX_LEN = 7
 
@@ -395,27 +396,20 @@ SAPO = LossConfig(loss="sapo", sapo_tau_neg=2.0)
 """Temperatures 1 where A > 0, 2 elsewhere; s(x) = 1 / (1 + exp(-x))."""
 # surrogate, ratio, advantage -> gain, its derivative by lp, the end that clips it. lp = -0.5, d ratio / d lp = ratio
 CASES = [
-    (clipped, PPO, 1.0, 2.0, 2.0, 2.0, ""),  # inside [0.8, 1.2]: 1 * 2; derivative ratio * A = 2
     (clipped, PPO, 1.5, 1.0, 1.2, 0.0, "high"),  # too high, A > 0: min(1.5, 1.2), no gradient
     (clipped, PPO, 0.5, 1.0, 0.5, 0.5, ""),  # too low, A > 0: min(0.5, 0.8) = 0.5, the gradient stays
     (clipped, PPO, 0.5, -1.0, -0.8, 0.0, "low"),  # too low, A < 0: min(-0.5, -0.8) = -0.8, no gradient
     (clipped, PPO, 1.5, -1.0, -1.5, -1.5, ""),  # too high, A < 0: min(-1.5, -1.2) = -1.5, the gradient stays
     (clipped, HIGHER, 1.25, 1.0, 1.25, 1.25, ""),  # below 1.28: not clipped
     (clipped, HIGHER, 1.30, 1.0, 1.28, 0.0, "high"),
-    (clipped, HIGHER, 0.7, -1.0, -0.8, 0.0, "low"),  # still clipped at 0.8
     (clipped, DUAL, 2.9, -2.0, -5.8, -5.8, ""),  # min(-5.8, -2.4) = -5.8 is above 3 * -2 = -6
     (clipped, DUAL, 4.0, -2.0, -6.0, 0.0, "high"),  # min(-8, -2.4) = -8, max(-8, -6) = -6: no gradient
     (clipped, DUAL, 4.0, 2.0, 2.4, 0.0, "high"),  # A > 0: the plain clip, 1.2 * 2
-    (clipped, DUAL, 0.5, -2.0, -1.6, 0.0, "low"),  # the lower end as ever: 0.8 * -2
-    (cispo, PPO, 1.0, 2.0, -1.0, 2.0, ""),  # 1 * 2 * -0.5; the weight is a constant, so the derivative is 1 * 2
     (cispo, PPO, 1.5, 1.0, -0.6, 1.2, "high"),  # 1.2 * 1 * -0.5: cut, but the gradient stays
     (cispo, PPO, 1.5, -1.0, 0.6, -1.2, "high"),  # for both signs
     (cispo, PPO, 0.1, 1.0, -0.05, 0.1, ""),  # not cut from below
-    (sapo, SAPO, 1.0, 3.0, 6.0, 3.0, ""),  # 4 / 1 * s(0) * 3 = 6; derivative 4 s (1 - s) ratio A = 4 * 0.25 * 1 * 3
-    (sapo, SAPO, 1.0, -3.0, -3.0, -3.0, ""),  # 4 / 2 * s(0) * -3 = -3; the slope at 1 is A whatever tau is
     (sapo, SAPO, 2.0, 1.0, 2.924234, 1.572896, ""),  # 4 s(1) = 4 * 0.7310586; 4 * 0.7310586 * 0.2689414 * 2
     (sapo, SAPO, 2.0, -1.0, -1.761594, -0.839949, ""),  # 2 s(2) = 2 * 0.8807971; 4 * 0.8807971 * 0.1192029 * 2
-    (sapo, SAPO, 0.5, -1.0, -0.537883, -0.393224, ""),  # 2 s(-1) = 2 * 0.2689414; 4 * 0.2689414 * 0.7310586 * 0.5
 ]
 
 
@@ -460,8 +454,7 @@ SEGMENTS = Segments(torch.tensor([0, 0, 0, 1, 1]), 2)
         ("none", "token", 2.0, [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]),
         ("truncate", "token", 2.0, [1.5, 2, 0.25, 0.8, 1], [0, 1, 0, 0, 0]),  # min(w, 2): 3 is cut
         ("mask", "token", 2.0, [1.5, 0, 0, 0.8, 1], [0, 1, 1, 0, 0]),  # 3 is above 2, 0.25 below 1 / 2
-        ("truncate", "sequence", 2.0, [1.125] * 3 + [0.8] * 2, [0] * 5),  # 1.5 * 3 * 0.25 = 1.125; 0.8 * 1
-        ("mask", "sequence", 2.0, [1.125] * 3 + [0.8] * 2, [0] * 5),
+        ("mask", "sequence", 2.0, [1.125] * 3 + [0.8] * 2, [0] * 5),  # 1.5 * 3 * 0.25 = 1.125; 0.8 * 1
         ("truncate", "sequence", 1.1, [1.1] * 3 + [0.8] * 2, [1] * 3 + [0] * 2),
         ("mask", "sequence", 1.1, [0] * 5, [1] * 5),  # 1.125 is above 1.1, 0.8 below 1 / 1.1 = 0.909
     ],
@@ -476,24 +469,7 @@ def test_correction_by_hand(kind, level, cap: float, weights: list[float], cut: 
     assert not got.weights_N.requires_grad  # the weight is a constant
 
 
-# ---------------------------------------------------------------- divergence and distillation
-
-
-@pytest.mark.parametrize(
-    ("estimator", "above", "below", "slopes"),
-    [
-        ("k1", 0.5, -0.5, (1.0, 1.0)),  # x
-        ("k2", 0.125, 0.125, (0.5, -0.5)),  # x^2 / 2; derivative x
-        # exp(-0.5) + 0.5 - 1 = 0.106531, exp(0.5) - 0.5 - 1 = 0.148721; derivative 1 - exp(-x)
-        ("k3", 0.106531, 0.148721, (0.393469, -0.648721)),
-    ],
-)
-def test_divergence_by_hand(estimator: KlEstimator, above: float, below: float, slopes: tuple[float, float]) -> None:
-    lp_N = torch.tensor([-1.0, -2.0], requires_grad=True)
-    got = divergence(lp_N, torch.tensor([-1.5, -1.5]), estimator)
-    assert got.tolist() == pytest.approx([above, below], abs=1e-6)
-    got.sum().backward()
-    assert lp_N.grad is not None and lp_N.grad.tolist() == pytest.approx(slopes, abs=1e-6)
+# ---------------------------------------------------------------- distillation
 
 
 def test_teacher_cross_entropy_by_hand() -> None:
@@ -533,14 +509,15 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_the_pages_loss_has_the_unclipped_gradient(parts: Path) -> None:
     config = LossConfig(loss="my_parts:my_loss")
     case = inputs([one([-1.0, -1.0], 2.0, roll=[-1.0, -3.0])], config)
-    (slope_N,) = torch.autograd.grad(batch_loss(case, config).loss, case.scores.logprobs_N)
     # ratios 1 and exp(2) = 7.389, which a clip at 1.2 would hold: -2 x ratio / 2
-    assert slope_N.tolist() == pytest.approx([-1.0, -7.389], abs=1e-3)
+    assert gradient(case, config) == pytest.approx([-1.0, -7.389], abs=1e-3)
 
 
 def test_the_pages_advantages_are_ranks(parts: Path) -> None:
     assert group_advantages([0.1, 0.9, 0.5], estimator="my_parts:ranks") == [-1.0, 1.0, 0.0]
     assert group_advantages([0.5, 0.5], estimator="my_parts:ranks") == [0.0, 0.0]
+    with refusing(ConfigError, "--advantage-estimator"):  # too few
+        group_advantages([0.0, 1.0], estimator="my_parts:short")
 
 
 @pytest.mark.parametrize(
@@ -555,21 +532,15 @@ def test_the_pages_advantages_are_ranks(parts: Path) -> None:
 def test_what_is_not_there_or_of_another_kind_is_named_before_training(
     parts: Path, options: dict[str, str], field: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refusing(ConfigError, field) as refused:
         import_own_parts(LossConfig(**options))  # type: ignore[arg-type]
-    assert caught.value.field == field and caught.value.got
-
-
-def test_advantages_that_are_too_few_are_refused(parts: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        group_advantages([0.0, 1.0], estimator="my_parts:short")
-    assert caught.value.field == "--advantage-estimator"
+    assert refused.value.got
 
 
 @pytest.mark.parametrize(
     "name", ["no_such_package:loss", "my_parts:", ":loss", "my parts:loss", "a:b:c", "dappo", "my_parts.my_loss"]
 )
 def test_what_can_be_neither_a_name_nor_a_path_is_refused_with_the_options(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refusing(ConfigError, "--loss") as refused:
         build(LossConfig, {"loss": name})
-    assert caught.value.field == "--loss" and caught.value.got and caught.value.wanted
+    assert refused.value.got and refused.value.wanted

@@ -65,7 +65,6 @@ def of_words(words: str) -> object:
 WRONG: list[tuple[Callable[[Any], object], Any, str, str]] = [
     # a value, or a name
     (of_train, {"model_name": None}, "--model-name", "required"),
-    (of_train, {"lrr": 1}, "lrr", "lr?"),
     (of_train, {"lerning_rate": 1}, "lerning_rate", "learning_rate?"),
     (of_train, {"lr": "fast"}, "--lr", "number"),
     (of_train, {"lr": 0}, "--lr", "greater than 0"),
@@ -132,25 +131,20 @@ WRONG: list[tuple[Callable[[Any], object], Any, str, str]] = [
     (of_flags, {"vllm_extra_args": "--dtype=float16"}, "--vllm-extra-args", "--server.dtype"),
     (of_flags, {"vllm_extra_args": "--logits-dtype,model"}, "--vllm-extra-args", "--logits-dtype"),
     (of_flags, {"api.extra_args": "--api-key,k"}, "--api.extra-args", "--rollout-api-key"),
-    (of_flags, {"env": "gsm9k"}, "--env", ", ".join(BUILT_IN)),
     # data and rewards that do not fit
     (of_flags, {"data": "a.jsonl"}, "--env dataset: --reward", ""),
     (of_flags, {"env": "dataset", "reward": ["my.py:f"]}, "--env dataset: --data", ""),
     (of_flags, {"env": "arithmetic", "data": "a.jsonl"}, "--env arithmetic: --data", ""),
     (of_flags, {"reward": ["my.py:f"]}, "--env dataset: --data", ""),
     (of_flags, {"env": "arithmetic", "reward": ["my.py:f"]}, "--env arithmetic: --reward", ""),
-    (of_flags, {"data": "a.jsonl", "reward": ["my.py"]}, "--env dataset: --reward my.py", ""),
     (of_flags, {"data": "a.jsonl", "reward": ["a.py:f", "b.py:f"]}, "--env dataset: --reward", ""),
     # words of a command line
     (of_words, "run --model m --larning-rate 1", "--larning-rate", "--learning-rate?"),
-    (of_words, "run --model m --server.prt 8", "--server.prt", "--server.port?"),
     (of_words, "run --model m --vllm-prt 8", "--vllm-prt", "--vllm-port?"),
-    (of_words, "run --model m --zzzzzz 8", "--zzzzzz", "--help"),
     (of_words, "run --model m sums", "sums", "--NAME VALUE"),
     (of_words, "run --model m --lr", "--lr", "value"),
     (of_words, "run --model m --env.group_size", "--env.group_size", "value"),
     (of_words, "run --model m --envv.group_size 8", "--envv.group_size", "--env.group_size?"),
-    (of_words, "run --model m --env.group_sise 8", "--env arithmetic: env.group_sise", "env.group_size?"),
     (of_words, "run --model m --openai.modl_name 8", "--env arithmetic: openai.modl_name", "openai.model_name?"),
     (of_words, "run --model m --data a --reward math --data.splt x", "--env dataset: data.splt", ""),
     (of_words, "run --model m --data a --reward math --data.held_out x", "--env dataset: --data.held_out", ""),
@@ -475,4 +469,5 @@ def test_an_unknown_command_of_an_environment_is_named_as_it_was_written() -> No
     command = [sys.executable, "-m", "grpo_trainer", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=250)
     assert done.returncode == 2 and done.stderr.startswith(f"grpo {' '.join(words[:2])}: COMMAND: ")
-    assert repr(words[2]) in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert all(part in line for part in (repr(words[2]), "serve", "process", "evaluate"))

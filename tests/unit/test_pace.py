@@ -23,7 +23,6 @@ from environments.api import wire
 from environments.api.overview import Explainer
 from environments.api.queue import RolloutQueue
 from environments.api.service import Service
-from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
 from environments.demo_model.model import build_tokenizer
@@ -41,6 +40,7 @@ from environments.running.pace import (
 from environments.running.state import StateFiles
 from environments.scoring import settled
 from tests.stand_ins import local_api, registration, serving, trained
+from tests.unit.test_environment_runner import started
 
 STEPS = 12
 
@@ -69,6 +69,7 @@ def status(
 
 ONE = {"max_batches_offpolicy": 1}
 THREE = {"max_batches_offpolicy": 3}
+TEN = limits(last_step=10)
 PACE: list[tuple[dict[str, Any], Limits, wire.StatusEnv, InFlight, int]] = [
     # By batches: one of 8 sequences is 4 groups of 2.
     (ONE, limits(), status(), InFlight(), 4),
@@ -78,31 +79,25 @@ PACE: list[tuple[dict[str, Any], Limits, wire.StatusEnv, InFlight, int]] = [
     (ONE, limits(), status(queue=9), InFlight(), 0),
     (ONE, limits(), status(queue=2, own=0), InFlight(1, 0), 1),  # 4 - 2 queued by others - 1 in flight
     (THREE, limits(), status(queue=3), InFlight(1, 0), 8),  # 3 * 4 - 3 - 1
-    (THREE, limits(last_step=10), status(step=9, queue=1), InFlight(), 3),  # one step is left: 1 * 4 - 1
-    (THREE, limits(last_step=10), status(step=10), InFlight(), 0),
+    (THREE, TEN, status(step=9, queue=1), InFlight(), 3),  # one step is left: 1 * 4 - 1
+    (THREE, TEN, status(step=10), InFlight(), 0),
     ({"max_concurrent_groups": 3}, limits(), status(), InFlight(1, 0), 2),
     (ONE | {"min_batch_allocation": 0.5}, limits(), status(queue=9, own=0), InFlight(1, 0), 1),  # 4 / 2 is ours: 2 - 1
     ({"group_size": 3}, limits(), status(), InFlight(), 3),  # 8 / 3 groups, rounded up
     # One batch of completions is kept running.
-    ({}, limits(last_step=10), status(leased=0), InFlight(), 4),
-    ({}, limits(last_step=10), status(leased=4), InFlight(), 4),  # one is trained on, the next one is not complete
-    ({}, limits(last_step=10), status(leased=4, queue=3), InFlight(1, 0), 3),  # its last group is in flight: keep 4
-    ({}, limits(last_step=10), status(leased=4, queue=4), InFlight(0), 0),  # it is complete
-    ({}, limits(last_step=10), status(leased=8), InFlight(2, 0), 0),  # and the trainer has it already
-    ({}, limits(last_step=10), status(leased=6, queue=1), InFlight(1, 0), 3),  # 2 leased ahead and 1 queued are none
-    ({}, limits(last_step=10), status(leased=4), InFlight(1, 0, 0.8), 4),  # 5 groups, so that 4 groups' completions run
-    ({}, limits(last_step=10), status(leased=4), InFlight(1, 0, 0.1), 11),  # never more than three batches
-    ({}, limits(last_step=10), status(leased=4, queue=4), InFlight(0, None, 0.5), 0),  # the next batch is complete
-    (
-        {},
-        limits(last_step=10),
-        status(5, 3, leased=4),
-        InFlight(1, 1),
-        0,
-    ),  # four steps old: (5 + 1 - 4) * 4 - 4 - 3 - 1
-    ({}, limits(last_step=10), status(6, leased=0), InFlight(1, 1), 3),  # five: 1 * 4 - 1
-    ({}, limits(last_step=10), status(7, leased=0), InFlight(1, 1), 0),  # it goes first
-    ({}, limits(last_step=10), status(8, 2, leased=4), InFlight(1, 8), 1),  # two steps are left: 2 * 4 - 4 - 2 - 1
+    ({}, TEN, status(leased=0), InFlight(), 4),
+    ({}, TEN, status(leased=4), InFlight(), 4),  # one is trained on, the next one is not complete
+    ({}, TEN, status(leased=4, queue=3), InFlight(1, 0), 3),  # its last group is in flight: keep 4
+    ({}, TEN, status(leased=4, queue=4), InFlight(0), 0),  # it is complete
+    ({}, TEN, status(leased=8), InFlight(2, 0), 0),  # and the trainer has it already
+    ({}, TEN, status(leased=6, queue=1), InFlight(1, 0), 3),  # 2 leased ahead and 1 queued are none
+    ({}, TEN, status(leased=4), InFlight(1, 0, 0.8), 4),  # 5 groups, so that 4 groups' completions run
+    ({}, TEN, status(leased=4), InFlight(1, 0, 0.1), 11),  # never more than three batches
+    ({}, TEN, status(leased=4, queue=4), InFlight(0, None, 0.5), 0),  # the next batch is complete
+    ({}, TEN, status(5, 3, leased=4), InFlight(1, 1), 0),  # four steps old: (5 + 1 - 4) * 4 - 4 - 3 - 1
+    ({}, TEN, status(6, leased=0), InFlight(1, 1), 3),  # five: 1 * 4 - 1
+    ({}, TEN, status(7, leased=0), InFlight(1, 1), 0),  # it goes first
+    ({}, TEN, status(8, 2, leased=4), InFlight(1, 8), 1),  # two steps are left: 2 * 4 - 4 - 2 - 1
     # None is started that will be too old.
     ({}, limits(max_staleness=0), status(leased=0), InFlight(), 4),
     ({}, limits(max_staleness=0), status(leased=0, queue=1), InFlight(2, 0), 1),  # 1 * 4 - 1 - 2
@@ -243,9 +238,7 @@ async def train(service: Service, steps: int) -> list[Counter[int]]:
 
 
 async def test_batches_are_mixed_by_weight_however_fast_each_environment_is(tmp_path: Path) -> None:
-    service = Service(Settings())
-    await service.register(trainer(tmp_path))
-    await service.next_batch()
+    service = await started(trainer(tmp_path))
     slow, fast = Numbers(1, seconds=0.05, inference_weight=3.0), Numbers(2, inference_weight=1.0)
     async with local_api(service) as api:
         tasks = [asyncio.create_task(serving(env, api)) for env in (slow, fast)]
@@ -284,9 +277,7 @@ def test_environments_with_groups_of_several_sizes_fill_batches(batch: int, size
 
 def test_a_resumed_run_goes_on_with_the_items_that_were_next(tmp_path: Path) -> None:
     async def run(starting_step: int, steps: int) -> Numbers:
-        service = Service(Settings())
-        await service.register(trainer(tmp_path, starting_step))
-        await service.next_batch()
+        service = await started(trainer(tmp_path, starting_step))
         env = Numbers(total_steps=starting_step + steps)
         task = asyncio.create_task(serving(env, service))
         await train(service, steps)
@@ -308,9 +299,7 @@ async def test_state_saved_at_the_end_is_of_the_step_that_the_trainer_has_reache
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "GOODBYE_S", 60.0)  # a busy machine takes longer for an answer
-    service, stop = Service(Settings()), asyncio.Event()
-    await service.register(trainer(tmp_path))
-    await service.next_batch()
+    service, stop = await started(trainer(tmp_path)), asyncio.Event()
     task = asyncio.create_task(serving(Stuck(), service, stop))
     await train(service, 1)
     stop.set()

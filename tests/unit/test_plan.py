@@ -88,12 +88,10 @@ TOGETHER = ["api", "server", "trainer", "env-arithmetic"]
         ({}, True, 1000, [TOGETHER]),
         (KEPT, True, None, [TOGETHER]),
         ({"trainer_gpus": "2"}, True, 1000, [["api", "server", "trainer", "trainer-1", "env-arithmetic"]]),
-        ({"trainer_gpus": "2"} | KEPT, True, None, [["api", "server", "trainer", "trainer-1", "env-arithmetic"]]),
         # where the server measures the GPU
         ({}, True, None, [["api", "server", "env-arithmetic"], ["trainer"]]),
         # the trainer starts its servers itself
         ({"weight_bridge_mode": "none"}, True, None, [["api", "trainer", "env-arithmetic"]]),
-        ({"weight_bridge_mode": "none"}, False, None, [["api", "trainer", "env-arithmetic"]]),
         ({"weight_bridge_mode": "lora_restart"}, True, None, [["api", "trainer", "env-arithmetic"]]),
         (THREE | {"weight_bridge_mode": "none"}, True, None, [["api", "trainer", "env-arithmetic"]]),
     ],
@@ -316,23 +314,22 @@ def test_environment_command_of_a_module_or_a_file(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "helps"),
     [
-        ("xiangqi", ", ".join(BUILT_IN)),
-        ("xiangqi", "my_envs.xiangqi"),
-        ("rows.jsonl", "--data rows.jsonl"),
-        ("ches.py", "chess.py"),
-        ("a/b.py", "path"),
-        ("reverse", "mine.reverse_text"),
-        ("reverse", "mine/reverse_text.py"),
-        ("reverse", "/a/b:/c"),  # where it was searched for
+        ("xiangqi", [", ".join(BUILT_IN), "my_envs.xiangqi"]),
+        ("rows.jsonl", ["--data rows.jsonl"]),
+        ("ches.py", ["chess.py"]),
+        ("a/b.py", ["path"]),
+        ("reverse", ["mine.reverse_text", "mine/reverse_text.py", "/a/b:/c"]),  # the last: where it was searched for
     ],
 )
-def test_environment_command_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, helps: str) -> None:
+def test_environment_command_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, helps: list[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "/a/b:/c")
     (tmp_path / "mine").mkdir()
     for file in ("chess.py", "rows.jsonl", "mine/reverse_text.py"):
         (tmp_path / file).touch()
-    with refusing(ConfigError, "--env", got=name, words=[helps]):
+    with refusing(ConfigError, "--env", got=name, words=helps):
         environment_command(name)
 
 

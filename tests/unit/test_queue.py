@@ -425,17 +425,17 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.queue.run is not None)
     @rule(target=leases, by_name=st.booleans())
     def next_batch(self, by_name: bool) -> str:
-        before = self.possible()
+        oldest = self.oldest()
         again = self.fitting()
         grant = self.queue.next_batch(self.now, LEASE_S, uuid=self.trainers if by_name else None)
         if grant is None:
-            assert not before, f"whole groups fit and no batch came: {before[0]}"
+            assert oldest is None, f"whole groups fit and no batch came: {oldest}"
             return ""
         ids = grant.groups
         if again:
             assert ids == min(again), "not the oldest batch that was given back"
         else:
-            assert list(ids) == min(before), "not the oldest batch"
+            assert list(ids) == oldest, "not the oldest batch"
         self.given_back = [each for each in self.given_back if not set(each) & set(ids)]
         assert self.queue.run is not None
         assert sum(self.queue.groups[each].size for each in ids) == self.queue.run.trainer.batch_size
@@ -510,25 +510,15 @@ class Life(RuleBasedStateMachine):
         target = self.queue.run.trainer.batch_size
         return [ids for ids in self.given_back if sum(self.waiting[each].size for each in ids) == target]
 
-    def possible(self) -> list[list[int]]:
-        """Every batch that could be made of the queue, on the few oldest groups of each lane."""
+    def oldest(self) -> list[int] | None:
+        """The oldest batch that could be made of the queue."""
         assert self.queue.run is not None
-        target = self.queue.run.trainer.batch_size
         minima = self.queue.minima()
         pools: dict[int | None, list[tuple[int, int]]] = {None: [], **{each: [] for each in minima if minima[each]}}
         for group in self.queue.line.values():
-            pool = pools[group.env_id if group.env_id in pools else None]
-            if sum(size == group.size for _, size in pool) < target // group.size and len(pool) < 5:
-                pool.append((group.id, group.size))
-        found = every_batch(
-            target, [Pool(groups, minima.get(each, 0) if each is not None else 0) for each, groups in pools.items()]
-        )
-        truncated = any(len(pool) == 5 for pool in pools.values())
-        if truncated:  # too many to try them all: ask for an independent answer on the whole line
-            whole = self.queue.pools(target, minima)
-            oldest = choose(target, whole)
-            return [*found, oldest] if oldest is not None else found
-        return found
+            pools[group.env_id if group.env_id in pools else None].append((group.id, group.size))
+        wanted = [Pool(groups, 0 if each is None else minima[each]) for each, groups in pools.items()]
+        return choose(self.queue.run.trainer.batch_size, wanted)
 
     @invariant()
     def nothing_lost_and_nothing_twice(self) -> None:

@@ -302,12 +302,8 @@ CONDITIONAL = {"text_config": {"model_type": "gemma3_text"}}
         ("cuda", "auto", {}, "1", {}, {}),
         ("cuda", "auto", {}, "0", CONDITIONAL, {"head_dtype": "float32", "text_config": {"head_dtype": "float32"}}),
         (
-            *("cuda", "auto", {"head_dtype": "bfloat16"}, "0", CONDITIONAL),
-            {"head_dtype": "bfloat16", "text_config": {"head_dtype": "bfloat16"}},
-        ),
-        (
-            *("cpu", "float32", {"text_config": {"rope_theta": 1e4}}, "0", CONDITIONAL),
-            {"head_dtype": "float32", "text_config": {"head_dtype": "float32", "rope_theta": 1e4}},
+            *("cuda", "auto", {"head_dtype": "bfloat16", "text_config": {"rope_theta": 1e4}}, "0", CONDITIONAL),
+            {"head_dtype": "bfloat16", "text_config": {"head_dtype": "bfloat16", "rope_theta": 1e4}},
         ),
     ],
 )

@@ -9,8 +9,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ def posted(number: int, env_id: int | None = None, size: int = 4) -> Posted:
     return read(wire.encode_group(group), wire.MSGPACK)
 
 
-@contextmanager
-def serving(path: Path, **clocks: Any) -> Iterator[Service]:
-    """A life of the rollout API."""
+@asynccontextmanager
+async def serving(path: Path, batch_size: int | None = None, **clocks: Any) -> AsyncIterator[Service]:
+    """A life of the rollout API, to which a trainer of batches of this size comes at once."""
     service = Service(Settings(store=path), **clocks)
+    if batch_size is not None:
+        await service.register(trainer(batch_size))
     yield service
     service.close()
 
@@ -56,8 +58,7 @@ def path(tmp_path: Path) -> Path:
 
 
 async def test_everything_is_there_again(path: Path) -> None:
-    with serving(path) as service:
-        await service.register(trainer(8))
+    async with serving(path, 8) as service:
         await service.next_batch()
         await service.register_environment(env(4, share=0.5))
         for each in range(6):
@@ -67,7 +68,7 @@ async def test_everything_is_there_again(path: Path) -> None:
         kept, _ = await leased(service)
         acknowledged, _ = await leased(service)
         await service.acknowledge(acknowledged, None)
-    with serving(path) as service:
+    async with serving(path) as service:
         status = service.status()
         assert (status.current_step, status.queue_size, status.leased_groups, status.buffered_groups) == (1, 2, 2, 1)
         assert [each.name for each in status.environments] == ["env_0"]
@@ -78,13 +79,12 @@ async def test_everything_is_there_again(path: Path) -> None:
 
 
 async def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(path: Path) -> None:
-    with serving(path, clock=lambda: 1e9, timer=lambda: 5000.0) as service:
-        await service.register(trainer(4))
+    async with serving(path, 4, clock=lambda: 1e9, timer=lambda: 5000.0) as service:
         service.take(posted(0))
         await leased(service, 100.0)
         service.queue.tick(5099.0)
         await service.written()
-    with serving(path, clock=lambda: 5e9, timer=lambda: 3.0) as service:  # the machine was restarted, its clock set
+    async with serving(path, clock=lambda: 5e9, timer=lambda: 3.0) as service:  # of a restarted machine
         for seconds, groups in ((99.0, 1), (100.0, 0)):
             service.queue.tick(3.0 + seconds)
             assert service.status().leased_groups == groups
@@ -111,7 +111,7 @@ def write_format_1(path: Path) -> None:
 
 async def test_a_queue_of_format_1_is_taken_over_whole(path: Path) -> None:
     write_format_1(path)
-    with serving(path, clock=lambda: 110.0) as service:
+    async with serving(path, clock=lambda: 110.0) as service:
         queue = service.queue
         assert ([*queue.line], [*queue.groups], [*queue.buffered]) == ([QUEUED], [*LEASED, QUEUED], [BUFFERED])
         assert queue.run is not None and (queue.run.current_step, queue.run.started, queue.next_group) == (5, True, 25)
@@ -139,7 +139,7 @@ async def test_a_lease_of_format_1_that_had_a_deadline_has_the_usual_time(path: 
     with closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE leases SET body = ? WHERE batch_id = 'de5170cb9015447a'", (msgspec.msgpack.encode(first),))
         db.commit()
-    with serving(path, timer=lambda: 3.0) as service:
+    async with serving(path, timer=lambda: 3.0) as service:
         lease = service.queue.leases["de5170cb9015447a"]
         assert (lease.groups, lease.request, lease.holder, lease.trained) == ((13, 14, 15, 16), "r", None, False)
         assert service.queue.deadlines[lease.batch_id] == 603.0  # now, and 600 s
@@ -179,8 +179,7 @@ def write_foreign_records_of_format_1(path: Path) -> None:
 async def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(
     path: Path, damage: Callable[[Path], None]
 ) -> None:
-    with serving(path) as service:
-        await service.register(trainer(4))
+    async with serving(path, 4) as service:
         service.take(posted(0))
         await leased(service)
     damage(path)
@@ -193,8 +192,7 @@ async def test_a_damaged_store_is_refused_by_name_and_stays_as_it_is(
 
 async def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(path: Path) -> None:
     """A lease is so small that the disk may have room for it; the store would then have a lease of no group."""
-    with serving(path) as service:
-        await service.register(trainer(4000))
+    async with serving(path, 4000) as service:
         writer = service.store._writer
         (pages,) = writer.execute("PRAGMA page_count").fetchone()
         writer.execute(f"PRAGMA max_page_count = {pages}")
@@ -205,16 +203,14 @@ async def test_a_group_that_a_full_disk_did_not_take_is_not_leased_after_all(pat
         writer.execute(f"PRAGMA max_page_count = {pages + 100}")
         with pytest.raises(StoreError):
             await service.next_batch(lease=1000.0)
-    with serving(path) as service:
-        await service.register(trainer(4000))
+    async with serving(path, 4000) as service:
         service.take(posted(0, size=4000))
         await leased(service)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced"])
 async def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(path: Path, how: str) -> None:
-    with serving(path) as service:
-        await service.register(trainer(4))
+    async with serving(path, 4) as service:
         path.unlink()
         if how == "replaced":
             path.write_bytes(b"another run's")
@@ -230,7 +226,7 @@ async def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(pa
 
 async def test_an_environment_that_was_killed_with_the_api_keeps_its_name(path: Path) -> None:
     for heard, names in (([], ["env_0", "env_1"]), ([1], ["env_0", "env_2"])):
-        with serving(path) as service:
+        async with serving(path) as service:
             if not heard:
                 await service.register(trainer(8))
                 await service.next_batch()
@@ -252,7 +248,7 @@ async def test_a_post_that_was_never_answered_may_be_repeated(path: Path, lives:
     """Each life of the API begins at a time and gets posts without a key."""
     found = []
     for date, posts in lives:
-        with serving(path, clock=lambda date=date: date) as service:
+        async with serving(path, clock=lambda date=date: date) as service:
             for number in posts:
                 service.take(posted(number))
             await service.written()
@@ -261,13 +257,11 @@ async def test_a_post_that_was_never_answered_may_be_repeated(path: Path, lives:
 
 
 async def test_ids_are_never_given_twice(path: Path) -> None:
-    with serving(path) as service:
-        await service.register(trainer(4))
+    async with serving(path, 4) as service:
         for each in range(3):
             service.take(posted(each))
             await service.next_batch()
-    with serving(path) as service:
-        await service.register(trainer(4))
+    async with serving(path, 4) as service:
         assert service.queue.next_group == 3  # all groups were trained and deleted
 
 

@@ -305,17 +305,14 @@ class Poster:
         await posting
 
 
-def test_scored_data_list_gives_others_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scored_data_list_gives_others_their_turns_and_ends_when_the_client_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(app, "TURN_S", 0.0)
     service = Service(Settings())
     poster = Poster([b"[" + b",".join([WRONG] * 40) + b"]"])
     asyncio.run(poster.post(service))
     assert poster.status == 422 and poster.turns >= 40 and service.history.refused == 40
-
-
-def test_scored_data_list_work_ends_when_the_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "TURN_S", 0.0)
-    service = Service(Settings())
     body = b"[" + b",".join([msgspec.json.encode(group())] * 40) + b"]"
     asyncio.run(Poster([body], leaves=True).post(service))
     assert len(service.queue.line) == 1
