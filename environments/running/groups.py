@@ -8,6 +8,8 @@ import traceback
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptRefused, PromptTooLong, UnusableRow
 from environments.peers.http import PeerError, PeerRefused
@@ -85,6 +87,7 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
 
 def check_writable(group: wire.ScoredData, config: BaseEnvConfig) -> None:
     """Raise Unwritable for a group that can't be posted, or written to the file of groups if there is one."""
+    group = msgspec.structs.replace(group, routed_experts=None)  # megabytes of the server's own
     try:
         wire.encode_group(group)
         if config.data_path_to_save_groups is not None:
