@@ -47,6 +47,8 @@ from grpo_trainer.weights.build import build_bridge
 
 log = logging.getLogger(__name__)
 
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Environment variable of a process that `torchrun` has started."""
 SWITCH_SECONDS = 0.0005
 """For which a thread keeps the interpreter from others that wait for it; Python's own is 0.005. The thread that
 prepares the next batch computes while generation is held for an update: beside such a thread an HTTP request to another
@@ -80,7 +82,8 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] | None = Non
         START.enter("model")
         policy = build_policy(config, stop.check, world)
         if not world.leads:
-            stop.ignore()  # rank 0 handles a signal that reaches all processes, and needs the others to save
+            # Rank 0 handles a signal that reaches all processes, and needs the others to save.
+            stop.ignore(is_supervised=not {COMMAND_VARIABLE, TORCHRUN_VARIABLE}.isdisjoint(os.environ))
         START.enter("compile")
         ready = servers_there(config, world, stop.check)
         trainer = Trainer(policy.model, config, stop.check, world=world, before_measuring=ready)

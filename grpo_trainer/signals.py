@@ -139,14 +139,16 @@ class StopSignal:
         if self._arrived.add(number) and len(self._arrived.numbers) > 1:
             raise KeyboardInterrupt
 
-    def ignore(self) -> None:
+    def ignore(self, *, is_supervised: bool) -> None:
         """Ignore these signals from now on: rank 0 gets them, too, and needs this process to save.
 
-        Where the parent has ended, rank 0 may be gone without a sign, with its machine. So this process ends then, but
-        leaves time to save.
+        Where a supervisor has ended, rank 0 may be gone without a sign, with its machine. So this process ends then,
+        but leaves time to save. The end of a shell means nothing.
         """
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
+        if not is_supervised:
+            return
         threading.Thread(target=self._end_orphan, name="orphan watch", daemon=True).start()
 
     def _end_orphan(self) -> None:

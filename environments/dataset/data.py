@@ -384,6 +384,9 @@ def _load(field: str, load: Callable[..., Any], path: Path | None, options: Mapp
             chain.append(cause)
         if options and "engine" not in options and any("Arrow" in type(each).__name__ for each in chain):
             return _load(field, load, path, {**options, "engine": "python"})
+        if options and options.get("converters"):  # one of several files has nothing in a column of text
+            others = {name: value for name, value in options.items() if name not in ("engine", "converters")}
+            return _load(field, load, path, others)
         fix = (
             "correct the name or --data.subset; set HF_TOKEN if it is private or gated; without a network, or with "
             "HF_HUB_OFFLINE, name a file or folder"

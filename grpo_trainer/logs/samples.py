@@ -85,6 +85,7 @@ class SampleLog:
         step does not train on has none.
         """
         records = [self._record(step, each, logprobs.get(each.number)) for each in self._chosen]
+        self._chosen = []  # each is written once
         with self._path.open("a") as file:
             file.write("".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
         return in_words(records[0]) if records else ""

@@ -388,8 +388,9 @@ class Checkpoints:
 
         That of another run is linked there, or copied to another file system: its files never change.
         """
-        if saved.path.resolve().parent == self.config.save_path.resolve():
-            return saved.path
+        there = [each.path for each in saved_checkpoints(self.config.save_path) if each.files == saved.files]
+        if there or not self.config.saves:
+            return saved.path if saved.path in there or not there else there[-1]
         path = self._path(saved.progress.step)
         with whole_folder(path) as folder:
             for name in (*saved.files, STATE_FILE):
@@ -408,13 +409,13 @@ class Checkpoints:
         except DamagedError as damage:
             fix, why = "use --resume auto to continue from the newest whole one", "the checkpoint is damaged"
             raise _refused(path / damage.field, damage.got, damage.wanted, fix, why) from None
-        step, is_own = saved.progress.step, saved.path.resolve().parent == self.config.save_path.resolve()
-        own = saved_checkpoints(self.config.save_path)
-        newer = [one.path.name for one in own if one.progress.step >= step + is_own]
-        if newer:
-            why = f"the run would mix with newer checkpoints in {self.config.save_path}"
+        step, own = saved.progress.step, saved_checkpoints(self.config.save_path)
+        is_there = any(one.files == saved.files for one in own)
+        others = [one.path.name for one in own if one.progress.step >= step + is_there]
+        if others:
+            why = f"the run would mix with other checkpoints in {self.config.save_path}"
             fix = "move them away, or choose another --save-path"
-            raise _refused(path, ", ".join(newer), f"none after step {step}", fix, why)
+            raise _refused(path, ", ".join(others), f"none of step {step + is_there} or later", fix, why)
         return saved
 
     def load(self, path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,19 @@ def test_a_run_from_anothers_checkpoint_has_it_at_once(
     if not has_links:
         monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EXDEV, "another file system")))
     path = checkpoints(trainer_of_all_weights(), tmp_path / "a").save(Progress(3, 3))
+    number = path.stat().st_ino
     branch = checkpoints(trainer_of_all_weights(1), tmp_path / "b", resume=str(path))
     assert branch.resume() == Progress(3, 3) and branch.safe_path == tmp_path / "b" / "step_3"
     assert branch.save(Progress(3, 3)) == branch.safe_path
     assert checkpoints(trainer_of_all_weights(1), tmp_path / "b").resume() == Progress(3, 3)
-    with refusing(ConfigError, f"--resume {path}", got="step_3"):  # it would replace the run's own
-        checkpoints(trainer_of_all_weights(), tmp_path / "b", resume=str(path)).resume()
+    assert checkpoints(trainer_of_all_weights(1), tmp_path / "b", resume=str(path)).resume() == Progress(3, 3)
+    other = checkpoints(trainer_of_all_weights(2), tmp_path / "c").save(Progress(3, 3))
+    with refusing(ConfigError, f"--resume {other}", got="step_3"):  # it would replace the run's own
+        checkpoints(trainer_of_all_weights(), tmp_path / "b", resume=str(other)).resume()
+    shutil.rmtree(tmp_path / "b" / "step_3")
+    (tmp_path / "b" / "step_3").symlink_to(path)
+    assert checkpoints(trainer_of_all_weights(1), tmp_path / "b").resume() == Progress(3, 3)
+    assert (tmp_path / "b" / "step_3").is_symlink() and path.stat().st_ino == number, "it is the other run's as it was"
 
 
 def test_a_new_run_is_refused_where_checkpoints_are(tmp_path: Path) -> None:

@@ -421,9 +421,13 @@ def test_data_json_text_stays_text_and_a_missing_key_is_none(tmp_path: Path) -> 
     assert data.rows.place(1) == "data/train-1.jsonl, line 2" and data.split == "train"
     assert rows_of(opened(tmp_path, split="test")) == [rows[0]]
     (tmp_path / "tables").mkdir()
+    (tmp_path / "parts").mkdir()
     (tmp_path / "tables/cells.csv").write_text("prompt,answer,n\nNA,true,1\n,02108,2\n")
     cells = [{"prompt": "NA", "answer": "true", "n": 1}, {"prompt": None, "answer": "02108", "n": 2}]
     assert rows_of(opened(tmp_path / "tables")) == rows_of(opened(tmp_path / "tables/cells.csv")) == cells
+    for name, lines in (("train-1", "a,\n"), ("train-2", "b,7\nc,8\n")):  # no answers before a file that has some
+        (tmp_path / "parts" / f"{name}.csv").write_text(f"prompt,answer\n{lines}")
+    assert [row["answer"] for row in rows_of(opened(tmp_path / "parts"))] == [None, 7.0, 8.0]
 
 
 def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_another_trainer_process_outlives_a_parent_that_ends_only_for_the_time_t
         monkeypatch.setattr(signals, name, 0.01)
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     with StopSignal() as stop:
-        stop.ignore()
+        stop.ignore(is_supervised=True)
         assert not codes
         monkeypatch.setattr(os, "getppid", lambda: 1)
         assert ended.wait(60) and codes == [os.EX_TEMPFAIL]
