@@ -24,7 +24,7 @@ from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import GPUS_PER_NODE
 from grpo_trainer.doctor.before_start import refuse_missing, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import refuse_to_mix_runs, replace_file
+from grpo_trainer.files import replace_file
 from grpo_trainer.launch.places import NO_PLACES, Node, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
 from grpo_trainer.launch.ports import claim_ports
@@ -34,7 +34,7 @@ from grpo_trainer.machine import look, visible_names
 from grpo_trainer.model.shape import shape_of
 from grpo_trainer.run import hardware_of, planned, wanted_ports
 from grpo_trainer.run_defaults import chosen, described
-from grpo_trainer.saving.manifest import refuse_to_mix_checkpoints
+from grpo_trainer.saving.manifest import refuse_another_run
 from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 
 
@@ -77,8 +77,7 @@ def look_ahead(config: RunConfig, say: Callable[[str], None]) -> Ahead:
         GrpoError: a run could not start: the folder holds a run, the model is missing, an environment fails, a port is
             taken, options do not go together, the cluster has too few GPUs.
     """
-    refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
-    refuse_to_mix_checkpoints(config.run_dir / "checkpoints", config.trainer.resume, "--run-dir")
+    refuse_another_run(config.run_dir, config.trainer.resume)
     refuse_missing(config.trainer.model_name)
     with trying(config, patient=True) as trials:
         machine, shape = look(), shape_of(config.trainer.model_name)

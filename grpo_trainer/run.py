@@ -27,7 +27,7 @@ from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
-from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
+from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, replace_file
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
@@ -45,13 +45,7 @@ from grpo_trainer.model.shape import shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, process_start
 from grpo_trainer.record import write_record
 from grpo_trainer.run_defaults import chosen, described, planned_cache
-from grpo_trainer.saving.manifest import (
-    STATE_FILE,
-    DamagedError,
-    read_state,
-    refuse_to_mix_checkpoints,
-    refuse_unreadable,
-)
+from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_another_run, refuse_unreadable
 
 CACHE_VARIABLE = "GRPO_CACHE"
 """Environment variable with a folder to use instead of `~/.cache/grpo`."""
@@ -68,8 +62,7 @@ def run(config: RunConfig, console: Console) -> None:
         GrpoError: nothing was started when the configuration, the model, a port or the run folder was at fault;
             everything was ended again when a process failed.
     """
-    refuse_to_mix_runs(config.run_dir, config.trainer.resume, "--run-dir")
-    refuse_to_mix_checkpoints(config.run_dir / "checkpoints", config.trainer.resume, "--run-dir")
+    refuse_another_run(config.run_dir, config.trainer.resume)
     refuse_newer(config)
     if config.trainer.resume == "auto":
         refuse_unreadable(config.run_dir / "checkpoints")

@@ -49,6 +49,11 @@ GOODBYE_S = 0.8
 """Shutdown limits in seconds: for posting groups that are already scored, and then for disconnecting."""
 
 
+def passed(every: int, before: int, step: int) -> bool:
+    """Return whether a multiple of `every` is among the steps after `before`, up to `step`; of 0 there is none."""
+    return every > 0 and step // every > before // every
+
+
 async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     """Do the work, unless `stop` is set before it is done; return whether it was done.
 
@@ -177,7 +182,7 @@ class Runner:
     def _save_passed(self, before: int, step: int) -> None:
         """Save the state under the step of the newest checkpoint since `before`, where a resumed run looks for it."""
         every = self.registration.checkpoint_interval or 0
-        if every > 0 and step // every > before // every:
+        if passed(every, before, step):
             self._save_state(step - step % every)
 
     def _save_state(self, step: int) -> None:
@@ -352,15 +357,11 @@ class Runner:
             )
         if before is None or status.current_step == before.current_step:
             return
-
-        def passed(every: int) -> bool:
-            return every > 0 and status.current_step // every > before.current_step // every
-
         step = self.env.curr_step = status.current_step
         self.reporter.end_step(step, self.env.measures.take())
         self._save_passed(before.current_step, step)
         every = self.config.steps_per_eval or self.registration.eval_every or 0
-        if passed(every) and (running is None or 0 <= self._limits.last_step <= step):
+        if passed(every, before.current_step, step) and (running is None or 0 <= self._limits.last_step <= step):
             self._evaluation = self._start(self._evaluate(step, running))
 
     async def _evaluate(self, step: int, before: asyncio.Task[None] | None) -> None:

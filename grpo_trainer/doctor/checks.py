@@ -43,14 +43,13 @@ from grpo_trainer.doctor.before_start import (
     warn,
 )
 from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
-from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.trial import Trials, trying
 from grpo_trainer.machine import Machine, links_in_words
 from grpo_trainer.memory import GB, Devices, MemoryPlan, device_name
 from grpo_trainer.model.shape import ModelFiles, ModelShape, read_model, read_shape
 from grpo_trainer.run_defaults import chosen
-from grpo_trainer.saving.manifest import refuse_to_mix_checkpoints, refuse_unreadable
+from grpo_trainer.saving.manifest import refuse_another_run, refuse_unreadable
 from grpo_trainer.shared.names import ALIKE, EXPERTS, not_shareable
 from vllm_server.protocol import VLLM_RUN, WORKER_QUEUE_BYTES
 
@@ -374,8 +373,7 @@ def run_folder(case: Case) -> Finding:
     folder, resume = case.given.run_dir, case.given.trainer.resume
     there = existing(folder)
     try:
-        refuse_to_mix_runs(folder, resume, "--run-dir")
-        refuse_to_mix_checkpoints(folder / "checkpoints", resume, "--run-dir")
+        refuse_another_run(folder, resume)
         if resume == "auto":
             refuse_unreadable(folder / "checkpoints")
     except UserError as error:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from grpo_common.errors import UserError
 from grpo_common.formats import KEY, check_format
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import replace_file, sync
+from grpo_trainer.files import refuse_to_mix_runs, replace_file, sync
 from grpo_trainer.versions import NO_OFFSETS, VersionOffset, VersionOffsets
 
 STATE_FILE: Final = "state.json"
@@ -199,6 +199,12 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> SavedCheckpoint | 
         return saved
     _refuse(folder, damaged)
     return None
+
+
+def refuse_another_run(folder: Path, resume: str) -> None:
+    """Raise a `ConfigError` if a run's folder has steps or checkpoints that `--resume` does not continue."""
+    refuse_to_mix_runs(folder, resume, "--run-dir")
+    refuse_to_mix_checkpoints(folder / "checkpoints", resume, "--run-dir")
 
 
 def refuse_to_mix_checkpoints(folder: Path, resume: str, flag: str) -> None:

@@ -223,7 +223,7 @@ def test_a_trainer_that_was_taken_over_ends_with_that_word(api: Api) -> None:
 
 
 def test_a_trained_batch_stays_leased_until_it_is_settled_and_moves_the_step_before(api: Api) -> None:
-    """Also over a crash of the API, after which an environment is told of the groups that are not trained yet."""
+    """A crash of the API changes none of it. Environments then learn which groups are not trained yet."""
     first = feed(api)
     api.post(10, 12, 14, 16)
     batch = first.next(0)
