@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import select
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPConnection, HTTPException
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import httpx
@@ -56,17 +59,19 @@ class ServerClient:
     """Talks to one inference server. `check_stop` is called while waiting; it raises to end the wait."""
 
     def __init__(self, config: Server, check_stop: Callable[[], None] = lambda: None) -> None:
-        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._http = httpx.Client(
             base_url=config.url,
             timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_S),
-            headers=headers,
+            headers=self._headers,
             limits=httpx.Limits(keepalive_expiry=CLIENT_IDLE_S),
             trust_env=False,
         )
         self._config = config
         self._check_stop = check_stop
         self._is_silent = False
+        self._kept: HTTPConnection | None = None
+        self._used = 0.0
 
     @property
     def url(self) -> str:
@@ -210,7 +215,10 @@ class ServerClient:
             retry=retry_if_exception_type(UNANSWERED if repeatable else NEVER_SENT),
             reraise=True,
         )
-        ask = partial(attempts, self._http.request, method, route, content=content, headers=headers, params=query)
+        if isinstance(content, bytes | None):
+            ask = partial(attempts, self._small, method, route, content, headers)
+        else:
+            ask = partial(attempts, self._http.request, method, route, content=content, headers=headers, params=query)
         try:
             answer = ask() if self._config.roster is None else self._unless_silent(ask)
         except httpx.TransportError as error:
@@ -228,6 +236,48 @@ class ServerClient:
             raise ServerError(
                 f"not the answer of `grpo serve`: {error}", field=f"{method} {self._config.url}{route}"
             ) from error
+
+    def _small(self, method: str, route: str, content: bytes | None, headers: dict[str, str]) -> httpx.Response:
+        """Return the answer to a request that is sent once, over one connection that is kept.
+
+        `http.client` takes 0.3 ms less than httpx, which counts while generation is held. A connection that the server
+        may have closed is not used: after a while, or if there is something to read before a request was sent.
+
+        Raises:
+            httpx.TransportError: no answer came.
+        """
+        kept, self._kept, answered = self._kept, None, False  # another thread does not send into this request
+        if kept is None or time.monotonic() - self._used > CLIENT_IDLE_S or _is_readable(kept):
+            kept = self._connected()
+        try:
+            kept.request(method, route, content, self._headers | headers)
+            answer = kept.getresponse()
+            response = httpx.Response(answer.status, headers=answer.getheaders(), content=answer.read())
+            answered = True
+            return response
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(str(error)) from error
+        except HTTPException as error:
+            raise httpx.RemoteProtocolError(str(error)) from error
+        except OSError as error:
+            raise httpx.ReadError(str(error)) from error
+        finally:
+            if answered:
+                self._kept, self._used = kept, time.monotonic()
+            else:
+                kept.close()
+
+    def _connected(self) -> HTTPConnection:
+        place = urlsplit(self._config.url)
+        connection = HTTPConnection(place.hostname or "", place.port, timeout=CONNECT_S)
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(str(error)) from error
+        except OSError as error:
+            raise httpx.ConnectError(str(error)) from error
+        connection.sock.settimeout(ANSWER_SECONDS)
+        return connection
 
     def _unless_silent(self, ask: Callable[[], T]) -> T:
         """Return the answer to a request; a server that is stopped, or behind a broken network, never gives one.
@@ -258,6 +308,17 @@ class ServerClient:
 
     def close(self) -> None:
         self._http.close()
+        if self._kept is not None:
+            self._kept.close()
+
+
+def _is_readable(connection: HTTPConnection) -> bool:
+    """Return whether a server that was asked nothing has sent something, such as the end of the connection."""
+    if connection.sock is None:  # it was ended with its last answer
+        return True
+    waiting = select.poll()
+    waiting.register(connection.sock, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def at_url(config: Server, url: str) -> Server:

@@ -131,8 +131,7 @@ def test_client_updates_on_no_connection_that_the_server_closed(monkeypatch: pyt
     monkeypatch.setattr(server_client, "CLIENT_IDLE_S", 999.0)
     with replies(reply(BEGUN, closes=True), reply(ENDED)) as (client, heard):
         client.begin_update(BEGIN)
-        kept: Any = client._http._transport
-        while not all(connection.has_expired() for connection in kept._pool.connections):
+        while client._kept is not None and not server_client._is_readable(client._kept):
             time.sleep(0.01)
         client.end_update(protocol.UpdateEndRequest(token="t", version=1))
     assert connections(heard) == len(heard) == 2
