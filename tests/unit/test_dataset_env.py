@@ -422,24 +422,22 @@ def test_data_json_text_stays_text_and_a_missing_key_is_none(tmp_path: Path) -> 
     assert rows_of(opened(tmp_path, split="test")) == [rows[0]]
     (tmp_path / "tables").mkdir()
     (tmp_path / "parts").mkdir()
-    (tmp_path / "tables/cells.csv").write_text("prompt,answer,n\nNA,true,1\n,02108,2\n")
-    cells = [{"prompt": "NA", "answer": "true", "n": 1}, {"prompt": None, "answer": "02108", "n": 2}]
+    (tmp_path / "tables/cells.csv").write_text("prompt,answer,n,ok\nNA,true,9007199254740993,True\n,02108\n")
+    cells = [{"prompt": "NA", "answer": "true", "n": 2**53 + 1, "ok": True}, {"answer": "02108"}]
+    cells = [{**dict.fromkeys(cells[0]), **row} for row in cells]
     assert rows_of(opened(tmp_path / "tables")) == rows_of(opened(tmp_path / "tables/cells.csv")) == cells
     for name, lines in (("train-1", "a,\n"), ("train-2", "b,7\nc,8\n")):  # no answers before a file that has some
         (tmp_path / "parts" / f"{name}.csv").write_text(f"prompt,answer\n{lines}")
-    assert [row["answer"] for row in rows_of(opened(tmp_path / "parts"))] == [None, 7.0, 8.0]
+    assert [row["answer"] for row in rows_of(opened(tmp_path / "parts"))] == [None, "7", "8"]
 
 
-def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> None:
-    """`datasets` decides by the first 10,000 rows and names no row in its error; pandas decides by 2^18 rows."""
-    (tmp_path / "longer.csv").write_text("prompt,n\n" + "a,1\n" * 2**19 + "b,many\n")
-    data = opened(tmp_path / "longer.csv")
-    assert (data.rows[0]["n"], data.rows[2**19]["n"]) == ("1", "many")
-    (folder := tmp_path / "rows").mkdir()
-    (folder / "long.csv").write_text("prompt,n\n" + "a,1\n" * 20_000 + "b,many\n")
-    for path in (folder / "long.csv", folder):
-        data = opened(path)
-        assert (data.rows[0]["n"], data.rows[20_000]["n"]) == ("1", "many")
+def test_data_a_column_of_csv_files_has_one_type_also_by_a_card(tmp_path: Path) -> None:
+    for name, lines in (("one", "02,1\n03,\n"), ("two", "04,many\n"), ("three", "05,2\n")):
+        (tmp_path / f"{name}.csv").write_text(f"answer,n\n{lines}")
+    assert [row["n"] for row in rows_of(opened(tmp_path))] == ["1", None, "2", "many"]
+    card = "---\nconfigs:\n- config_name: a\n  data_files: [{split: dev, path: [one.csv, three.csv]}]\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    assert [tuple(row.values()) for row in rows_of(opened(tmp_path))] == [("02", 1), ("03", None), ("05", 2)]
 
 
 @pytest.mark.parametrize(
@@ -458,11 +456,14 @@ def test_data_a_column_of_a_table_has_one_type_for_all_rows(tmp_path: Path) -> N
         ("none.json", b"[]", "", "no rows"),
         ("stray.jsonl.gz", b"no gzip", "", ""),
         ("cut.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], "", ""),
-        ("cells.csv", b"prompt,answer\na,1\nb,2,3\n", "", "2 fields in line 3, saw 3"),
+        ("cells.csv", b"prompt,answer\na,1\nb,2,3\n", ", line 3", "3 fields"),
+        ("shifted.tsv", b'prompt\tanswer\n"a\nb"\t46\t\n', ", line 2", "3 fields"),
+        ("twice.csv", b"prompt,answer,prompt\na,1,b\n", ", header", "prompt, answer, prompt"),
+        ("quote.csv", b'prompt,answer\na,1\nb,"2\n', ", line 3", ""),
         ("latin.csv", "prompt,answer\na,1\ncaf\xe9,2\n".encode("latin-1"), ", line 3", "0xe9"),
-        ("header.csv", b"prompt,answer\n", "", "no data"),
+        ("header.csv", b"prompt,answer\n", "", "no rows"),
         ("text.parquet", b"not parquet at all", "", "Parquet"),
-        ("a[1].csv", b"prompt,answer\na,1\n", "", "a path with one of * ? [ ::"),
+        ("a[1].parquet", b"", "", "a path with one of * ? [ ::"),
         ("notes.txt", b"hello\n", "", "the ending .txt"),
     ],
 )
@@ -488,6 +489,7 @@ def test_data_broken_line_is_named(tmp_path: Path, name: str, content: bytes, pl
         ("tables", {"held_out_split": "train"}, "--data.held_out_split train", "held_out N"),
         ("two", {}, "--data.split", "validation"),
         ("nothing", {}, "--data FILE", ""),
+        ("mixed", {}, "--data FILE", "CSV and JSON"),
     ],
 )
 def test_data_that_is_missing_or_trained_on_is_named(
@@ -500,6 +502,9 @@ def test_data_that_is_missing_or_trained_on_is_named(
     (tmp_path / "two").mkdir()
     for file in ("dev.jsonl", "test.jsonl"):
         (tmp_path / "two" / file).write_text(LINES)
+    (tmp_path / "mixed").mkdir()
+    for file in ("part1.csv", "part2.jsonl"):
+        (tmp_path / "mixed" / file).write_text(LINES)
     table(tmp_path / "tables" / "train.parquet")
     table(tmp_path / "tables" / "test.parquet")
     with refusing(ConfigError, field.replace("FILE", str(tmp_path / name)), words=[fix]):
