@@ -305,7 +305,9 @@ def test_dataset_evaluation_counts_failed_rows(folder: Path, data: Path, tokeniz
 # ---------------------------------------------------------------- a resumed run, and a trial
 
 
-def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(data: Path, tokenizer: Qwen2Tokenizer) -> None:
+def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(
+    data: Path, tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     checkpoint = data.parent / "run" / "checkpoints" / "step_5"
     record = data.parent / "run" / "data" / "env-dataset.json"
 
@@ -330,6 +332,7 @@ def test_dataset_changed_data_end_a_resumed_run_unless_that_is_allowed(data: Pat
     assert caught.value.field == f"--data {data}" and "--allow-changed-data" in caught.value.fix
     assert caught.value.got.startswith("20 rows") and caught.value.wanted.startswith("18 rows")
     assert begun(allow_changed=True) == first
+    assert "fingerprint" in caplog.text and "--allow-changed-data" not in caplog.text
 
 
 def test_dataset_a_trial_says_which_rows_columns_and_rewards_are_used(data: Path, tokenizer: Qwen2Tokenizer) -> None:
