@@ -7,7 +7,6 @@ import logging
 import shlex
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -419,9 +418,7 @@ def test_versions_and_the_users_environment_are_in_the_folder(tmp_path: Path, mo
     assert (tmp_path / "r" / RUN_FILE).stat().st_mode & 0o077 == 0
 
 
-def test_record_copies_files_of_rewards_and_says_which_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_record_has_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b"):
         Path(folder).mkdir()
@@ -446,22 +443,18 @@ def test_record_copies_files_of_rewards_and_says_which_have_changed(
     assert config.options.allow_changed_data and not again.options.allow_changed_data, "a permission is for one start"
 
 
-@pytest.mark.parametrize("named", [{"reward": ["mine.py:f"]}, {"model_name": "mine.py"}, {"reward": ["mine:f"]}])
-def test_a_run_that_names_files_is_continued_where_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any]
-) -> None:
-    (tmp_path / "a" / "runs").mkdir(parents=True)
-    (tmp_path / "a" / "mine.py").touch()
+def test_a_run_that_names_files_is_continued_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
-    stored(Path("runs/r"), **{"data": "rows.jsonl", "reward": ["math"], **named})
-    (tmp_path / "a").rename(tmp_path / "b")  # the run moves with its files
-    (tmp_path / "mine.py").touch()
-    for where, is_refused in (("b", False), (".", True)):
-        monkeypatch.chdir(tmp_path / where)
-        with refusing(ConfigError, f"--resume {tmp_path}/b/runs/r", words=["cd "]) if is_refused else nullcontext():
-            continued(tmp_path / "b" / "runs" / "r")
-    (tmp_path / "b" / "mine.py").unlink()
-    continued(tmp_path / "b" / "runs" / "r")
+    Path("mine.py").touch()
+    for number, reward in enumerate(("mine.py:f", "mine:f")):
+        stored(Path(f"r/{number}"), data="rows.jsonl", reward=[reward])
+        Path("../a").rename("../b")  # with its files
+        continued(Path(f"r/{number}"))
+        monkeypatch.chdir(tmp_path)
+        with refusing(ConfigError, f"--resume b/r/{number}", words=[str(tmp_path / "b")]):
+            continued(f"b/r/{number}")
+        monkeypatch.chdir(Path("b").rename("a"))
 
 
 def test_commands_without_a_folder_take_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
