@@ -362,7 +362,11 @@ class BaseEnv(Generic[Item, Config]):
         scored_group([self.trajectory(prompt, *pair) for pair in zip(completions, scores, strict=True)])
         shown = ["no reward" if score is None else f"{float(score):g}" for score in scores]
         said = (f"{text[:60]!r} scores {score}" for text, score in zip(texts, shown, strict=True))
-        return f"{seen}; of made-up answers, {', '.join(said)}"
+        seen += f"; of made-up answers, {', '.join(said)}"
+        numbers = [-math.inf if score is None else float(score) for score in scores]
+        if right and numbers[-1] <= max(numbers[:-1]):
+            seen += "; WARNING: the last is right and scores no more than the others: are the rewards as you mean them?"
+        return seen
 
     def right_answer(self, item: Item) -> str | None:
         """Return a right answer to an item, for a trial to score; None: none is known."""

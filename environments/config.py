@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from environments.data_config import DataConfig, Rewards
+from environments.data_config import DataConfig, RewardConfig, Rewards
 from grpo_common.errors import Problem, UserError, wanted_by_pydantic
 from grpo_common.sampling import CUTS, WHOLE_VOCABULARY
 from grpo_common.suggest import did_you_mean
@@ -380,13 +380,14 @@ def _file_values(path: str | None) -> dict[str, Any]:
 def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]) -> None:
     """Raise a ConfigError for an unknown key of a table, naming the nearest, or for a value that is not legal.
 
-    Missing keys are allowed, because other sources may add them.
+    Without a name of the table, `model` has tables. Missing keys are allowed, because other sources may add them.
     """
     try:
         model.model_validate(values)
     except ValidationError as error:
-        names = sorted(path for paths, _ in _fields(model, f"{table}.") for path in paths)
-        found = [wrong | {"loc": (table, *wrong["loc"])} for wrong in error.errors() if wrong["type"] != "missing"]
+        outer = (table,) if table else ()
+        names = sorted(path for paths, _ in _fields(model, "".join(f"{each}." for each in outer)) for path in paths)
+        found = [wrong | {"loc": (*outer, *wrong["loc"])} for wrong in error.errors() if wrong["type"] != "missing"]
         if found:
             raise ConfigError.of([_explain(wrong, names) for wrong in found]) from None
 
@@ -427,6 +428,11 @@ def _explain(wrong: Any, names: Sequence[str]) -> Problem:
     if isinstance(raised := wrong.get("ctx", {}).get("error"), UserError):
         return replace(raised.problems[0], field=raised.field or f"--{path}")
     if wrong["type"] == "extra_forbidden":
+        *entry, key = wrong["loc"]
+        if entry and isinstance(entry[-1], int):  # of [[rewards]], the only list of tables
+            known = RewardConfig.model_fields
+            fix = did_you_mean(key, known, f"known: {', '.join(known)}")
+            return Problem(path, summary="no such setting", fix=fix)
         return Problem(path, summary="no such setting", fix=_nearest(path, names, ""))
     if wrong["type"] == "missing":
         return Problem(f"--{path}", summary="required, but not given")

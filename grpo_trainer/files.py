@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,8 +107,29 @@ def _replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def existing(path: Path) -> Path:
+    """The folder, or the nearest above it that is there."""
+    return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
+
+
+def refuse_unwritable(folder: Path, flag: str) -> None:
+    """Raise a `ConfigError` if nothing can be written into a folder, or it can't be made; nothing stays there."""
+    there = existing(folder)
+    try:  # what its mode says is not enough: root may write into /proc, and nobody on a full disk
+        Path(tempfile.mkdtemp(prefix=".", dir=there)).rmdir()
+    except OSError as error:
+        got, fix = f"{there}: {error.strerror}", f"choose another {flag}"
+        raise ConfigError(
+            "can't be written", field=f"{flag} {folder}", got=got, wanted="a folder of yours", fix=fix
+        ) from None
+
+
 def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
-    """Raise a `ConfigError` if the folder has a run that `--resume` does not continue: a new one would mix with it."""
+    """Raise a `ConfigError` if the folder can't be written, or has a run that `--resume` does not continue.
+
+    A new one would mix with it.
+    """
+    refuse_unwritable(folder, flag)
     if resume == "never" and (folder / METRICS_FILE).exists():
         raise ConfigError(
             "holds a run already",

@@ -35,9 +35,11 @@ def write_record(config: RunConfig, gpus: Sequence[str]) -> None:
     starts, now = _starts(path), _facts(gpus)
     if not starts or {**starts[-1], "time": 0} != {**now, "time": 0}:
         replace_file(path, json.dumps([*starts, now], indent=1).encode())
-    for source in dict.fromkeys(_own_code(config)):
+    sources = [*dict.fromkeys(_own_code(config))]
+    names = [source.name for source in sources]
+    for source in sources:
         try:
-            _keep_copy(source, folder / CODE_FOLDER)
+            _keep_copy(source, folder / CODE_FOLDER, began=bool(starts), is_alone=names.count(source.name) == 1)
         except OSError as error:
             log.warning("%s was not copied into the run's folder: %s", source, error.strerror)
 
@@ -58,14 +60,17 @@ def _starts(path: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _keep_copy(source: Path, folder: Path) -> None:
-    """Copy a file; if another content has its name already, both stay."""
+def _keep_copy(source: Path, folder: Path, *, began: bool, is_alone: bool) -> None:
+    """Copy a file; if another content has its name already, both stay.
+
+    Of a run that `began` earlier, each start warns if the only file of a name has changed.
+    """
     folder.mkdir(exist_ok=True)
     content, target = source.read_bytes(), folder / source.name
     if target.exists() and target.read_bytes() != content:
-        target = target.with_stem(f"{source.stem}-{hashlib.sha256(content).hexdigest()[:8]}")
-        if not target.exists():
-            log.warning("%s is not what %s has: another file, or changed since the run began", source, folder)
+        first, target = target, target.with_stem(f"{source.stem}-{hashlib.sha256(content).hexdigest()[:8]}")
+        if began and (is_alone or not target.exists()):
+            log.warning("%s is not as in %s, with which the run began: it continues with this file", source, first)
     if not target.exists():
         shutil.copy(source, target)  # a private file stays private
 

@@ -1,19 +1,22 @@
 """Read a data set, a file, a folder, or a name on the hub; and find the prompt and the right answer of a row.
 
-JSON is read here, into memory; everything else by the library `datasets`, which caches it, memory-mapped, outside the
-user's folder. `datasets` turns JSON text such as "2024-01-01" into a timestamp, and its errors name no line.
+JSON and CSV are read here, into memory; everything else by the library `datasets`, which caches it, memory-mapped,
+outside the user's folder. `datasets` turns JSON text such as "2024-01-01" into a timestamp, and its errors name no
+line. It reads CSV by pandas, which makes whole numbers fractions if a cell is empty, and moves the cells of long rows.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import logging
 import re
 import string
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -35,14 +38,19 @@ CHECKED_WHOLE: Final = 200 << 20
 """Bytes of files up to which every row is checked before the start."""
 SAMPLED_ROWS: Final = 1000
 """Rows of larger data that are checked before the start, and that tell which columns there are."""
-JSON_ENDS: Final = (".jsonl", ".ndjson", ".json")
-TABLE_ENDS: Final = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+FORMATS: Final = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "JSON"),
+    **{".csv": "CSV", ".tsv": "CSV", ".parquet": "parquet", ".arrow": "arrow"},
+}
+"""Of files, by their ending."""
 COMPRESSED: Final = (".gz", ".zst", ".bz2", ".xz")
 KINDS: Final = "a .jsonl, .json, .csv, .tsv or .parquet file"
 SAVED: Final = ("dataset_dict.json", "state.json")
 """Files of folders that `datasets` saved: a data set with splits, and one without."""
 MARKS: Final = ("*", "?", "[", "::")
 """What `datasets` reads in a path as a pattern, or as a URL in a URL."""
+NUMBER: Final = re.compile(r"\s*[+-]?([0-9]{1,200}(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?\s*")
+WORDS: Final = {"true": True, "false": False}
 
 Row = dict[str, Any]
 
@@ -178,17 +186,13 @@ def read_source(
 
 
 def _file(field: str, path: Path, texts: Sequence[Sequence[str]]) -> Data:
-    kind, whole = _kind(path), path.stat().st_size <= CHECKED_WHOLE
-    if kind in JSON_ENDS:
-        rows = _json_rows(field, {"": path}, whole=whole)
-    elif kind in TABLE_ENDS:
-        where, options = str(path.absolute()), _options_of([path], texts)
-
-        def load(library: Any, **own: Any) -> Any:
-            return library.load_dataset(TABLE_ENDS[kind], data_files=where, split="train", **own)
-
-        table = _load(field, load, path, options)
-        rows = _table_rows(field, table)
+    whole, form = path.stat().st_size <= CHECKED_WHOLE, FORMATS.get(_ending(path))
+    if form in ("JSON", "CSV"):
+        rows = _rows(field, form, {"": path}, texts, whole=whole)
+    elif form is not None:
+        where, kind = str(path.absolute()), form
+        load = lambda library: library.load_dataset(kind, data_files=where, split="train")  # noqa: E731
+        rows = _table_rows(field, _load(field, load, path))
     else:
         got = f"the ending {path.suffix}" if path.suffix else "a name without an ending"
         raise ConfigError("not a kind of file that can be read", field=field, got=got, wanted=KINDS, fix="convert it")
@@ -204,41 +208,48 @@ def _folder(
     if saved:
         files = [each for each in files if not each.name.startswith("cache-")]  # which `datasets` keeps there
     else:
-        files = [each for each in files if _kind(each) in (*JSON_ENDS, *TABLE_ENDS)] or files
+        files = [each for each in files if _ending(each) in FORMATS] or files
     if not files:
         raise ConfigError(field=field, got="an empty folder", wanted=f"{KINDS} in it")
     whole, source = sum(each.stat().st_size for each in files) <= CHECKED_WHOLE, str(path.absolute())
     card = path / "README.md"  # it may say which files are which split
     cards = card.is_file() and "\nconfigs:" in card.read_text(errors="replace").partition("\n---")[0]
-    if not (saved or subset or cards) and all(_kind(each) in JSON_ENDS for each in files):
 
-        def splits(library: Any) -> dict[str, list[Path]]:
-            """Return which files are which split by `datasets`' rules for their names."""
-            ours, patterns = (
-                {str(each.absolute()): each for each in files},
-                library.data_files.get_data_patterns(source),
-            )
-            named = library.data_files.DataFilesDict.from_patterns(patterns, base_path=source)
-            found = {str(split): [ours[name] for name in names if name in ours] for split, names in named.items()}
-            return {split: own for split, own in found.items() if own}
-
-        found = _load(field, splits, path)
-        chosen, part = _split_of(field, found, split, split_flag)
-        rows = _json_rows(field, {str(each.relative_to(path)): each for each in chosen}, whole=whole)
-    else:
-        if saved:
-            found = _load(field, lambda library: library.load_from_disk(source), path)
+    def splits(library: Any) -> dict[str, list[Path]]:
+        """Return which files are which split by the folder's card, or by `datasets`' rules for their names."""
+        root = path.resolve()
+        ours = {str(root / each.relative_to(path)): each for each in files}
+        if cards or subset:
+            named = library.load_dataset_builder(str(root), subset).config.data_files
         else:
-            options = {} if cards else _options_of(files, texts)
-            found = _load(field, lambda library, **own: library.load_dataset(source, subset, **own), path, options)
+            patterns = library.data_files.get_data_patterns(str(root))
+            named = library.data_files.DataFilesDict.from_patterns(patterns, base_path=str(root))
+        found = {str(split): [ours[name] for name in names if name in ours] for split, names in named.items()}
+        return {split: own for split, own in found.items() if own}
+
+    if saved:
+        found = _load(field, lambda library: library.load_from_disk(source), path)
         table, part = _split_of(field, found, split, split_flag)
         rows = _table_rows(field, table)
+    else:
+        chosen, part = _split_of(field, _load(field, splits, path), split, split_flag)
+        forms = sorted({FORMATS.get(_ending(each)) or each.suffix for each in chosen})
+        if len(forms) > 1:
+            names = listed((str(each.relative_to(path)) for each in chosen), 4)
+            fix = "name one of the files, or convert some"
+            raise ConfigError(field=field, got=f"{' and '.join(forms)}: {names}", wanted="files of one kind", fix=fix)
+        if forms[0] in ("JSON", "CSV"):
+            named = {str(each.relative_to(path)): each for each in chosen}
+            rows = _rows(field, forms[0], named, texts, whole=whole)
+        else:
+            found = _load(field, lambda library: library.load_dataset(source, subset), path)
+            rows = _table_rows(field, _split_of(field, found, split, split_flag)[0])
     return Data(f"{path}{_named(subset, split)}", rows, whole, f"{_hash_files(files, path)}-{split or ''}", part)
 
 
 def _hub(field: str, name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
     path = expanded(name)
-    if path.suffix in (*JSON_ENDS, *TABLE_ENDS) or name.startswith((".", "~")) or name.count("/") > 1:
+    if path.suffix in FORMATS or name.startswith((".", "~")) or name.count("/") > 1:
         folder = path.parent if path.parent.is_dir() else Path()
         near = nearest(path.name, (each.name for each in folder.iterdir()), OF_FILES)
         fix = f"did you mean {folder / near}?" if near else f"correct the path; it is relative to {Path.cwd()}"
@@ -252,32 +263,10 @@ def _hub(field: str, name: str, split: str | None, subset: str | None, split_fla
     return Data(f"{name}{_named(subset, split)}", _table_rows(field, table), whole, f"{digest}-{split or ''}", part)
 
 
-def _kind(path: Path) -> str:
+def _ending(path: Path) -> str:
     """Return the ending of a file that says what it has, such as .jsonl of rows.jsonl.gz."""
     ends = path.suffixes[-2:]
     return ends[0] if len(ends) == 2 and ends[1] in COMPRESSED else path.suffix
-
-
-def _options_of(files: Sequence[Path], texts: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return how `datasets` reads CSV files: an empty cell is None; NA and null are text, as in any other file; the
-    type of a column is that of all its rows, which by default would be that of the first 10,000; and `texts` stay as
-    they are written: pandas would turn 02108 into a number, and true into True."""
-    kinds = {_kind(each) for each in files}
-    if kinds not in ({".csv"}, {".tsv"}):
-        return {}
-    separator = "\t" if kinds == {".tsv"} else ","
-    options = {"keep_default_na": False, "na_values": [""], "sep": separator, "chunksize": 2**31}
-    import pandas
-
-    there: Sequence[str] = ()
-    with suppress(Exception):  # `datasets` then fails, too, and `_load` says why
-        there = list(pandas.read_csv(files[0], sep=separator, nrows=0).columns)
-    chosen = (_chosen("", None, names, there) for names in texts)
-    return {**options, "converters": {name: _cell for name in chosen if name is not None}}
-
-
-def _cell(text: str) -> str | None:
-    return text or None
 
 
 def _hash_files(files: Sequence[Path], root: Path | None = None) -> str:
@@ -295,15 +284,18 @@ def _table_rows(field: str, table: Any) -> Rows:
     return Rows(field, [Part("", "row", table, range(len(table)))], table.column_names)
 
 
-# ---------------------------------------------------------------- JSON
+# ---------------------------------------------------------------- JSON and CSV
 
 
-def _json_rows(field: str, files: Mapping[str, Path], *, whole: bool) -> Rows:
-    """Return the rows of JSON files, by their names in a folder; raise ConfigError for one that is no JSON object.
+def _rows(field: str, form: str, files: Mapping[str, Path], texts: Sequence[Sequence[str]], *, whole: bool) -> Rows:
+    """Return the rows of files, by their names in a folder; raise ConfigError for one that is no JSON object.
 
     All of them, or the first ones, are checked.
     """
-    parts = [_json_part(f"{field}/{name}" if name else field, name, path) for name, path in files.items()]
+    places = {name: f"{field}/{name}" if name else field for name in files}
+    if form == "CSV":
+        return _csv_rows(field, {name: _cells(places[name], path) for name, path in files.items()}, texts)
+    parts = [_json_part(places[name], name, path) for name, path in files.items()]
     rows, columns = Rows(field, parts), dict[str, None]()
     try:
         for number in range(len(rows) if whole else min(len(rows), SAMPLED_ROWS)):
@@ -313,21 +305,87 @@ def _json_rows(field: str, files: Mapping[str, Path], *, whole: bool) -> Rows:
     return Rows(field, parts, list(columns))
 
 
-def _json_part(field: str, name: str, path: Path) -> Part:
-    """Return the lines of JSON Lines, the objects of a JSON array, or those of the one list in `{"data": [{…}, …]}`."""
+def _csv_rows(field: str, tables: Mapping[str, dict[str, list[Any]]], texts: Sequence[Sequence[str]]) -> Rows:
+    """Return the rows of the columns of CSV files. An empty cell is None.
+
+    A column whose cells are numbers in all files has numbers, and one of true and false has these; but of each of the
+    `texts`, the first column that there is stays as it is written: 02108 is no number.
+    """
+    columns = list(dict.fromkeys(name for own in tables.values() for name in own))
+    kept = {_chosen("", None, names, columns) for names in texts}
+    for column in columns:
+        cells = [own[column] for own in tables.values() if column in own]
+        there = [cell for own in cells for cell in own if cell]
+        read: Callable[[str], Any] = str
+        if column not in kept and all(map(NUMBER.fullmatch, there)):
+            read = _number
+        elif column not in kept and all(cell.lower() in WORDS for cell in there):
+            read = lambda cell: WORDS[cell.lower()]  # noqa: E731
+        for own in cells:
+            own[:] = [read(cell) if cell else None for cell in own]
+    found = {
+        name: [dict(zip(own, row, strict=True)) for row in zip(*own.values(), strict=True)]
+        for name, own in tables.items()
+    }
+    return Rows(field, [Part(name, "row", own, range(len(own))) for name, own in found.items()], columns)
+
+
+def _number(cell: str) -> int | float:
+    return float(cell) if set(cell) & set(".eE") else int(cell)
+
+
+def _cells(field: str, path: Path) -> dict[str, list[Any]]:
+    """Return the text of all cells of a CSV file, by column; raise ConfigError for a row longer than the header."""
+    content, begin, rows = _content(field, path), 1, list[list[str]]()
+    csv.field_size_limit(sys.maxsize)  # a cell of any size
+    try:
+        text = io.StringIO(content.decode(), newline="")
+        reader = csv.reader(text, delimiter="\t" if _ending(path) == ".tsv" else ",", strict=True)
+        for cells in reader:
+            if rows and len(cells) > len(rows[0]):
+                raise ConfigError(
+                    field=f"{field}, line {begin}",
+                    got=f"{len(cells)} fields",
+                    wanted=f"{len(rows[0])}, as in the header",
+                    fix="name each column in the header; put a cell that has the separator in quotes",
+                )
+            begin = reader.line_num + 1
+            if cells:
+                rows.append(cells)
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        field, fix = f"{field}, line {line}", "save the file as UTF-8"
+        raise ConfigError("cannot be read", field=field, got=_first_line(error), fix=fix) from None
+    except csv.Error as error:
+        fix = "close the quotes; within them, write a quote twice"
+        raise ConfigError("cannot be read", field=f"{field}, line {begin}", got=str(error), fix=fix) from None
+    header = [name or f"Unnamed: {place}" for place, name in enumerate(rows[0] if rows else ())]
+    if len({*header}) < len(header):
+        got, fix = f"the columns {listed(header)}", "rename or remove one"
+        raise ConfigError(field=f"{field}, header", got=got, wanted="different names", fix=fix)
+    return {name: [row[n] if n < len(row) else "" for row in rows[1:]] for n, name in enumerate(header)}
+
+
+def _content(field: str, path: Path) -> bytes:
+    """Return what a file has, decompressed, without the mark that some programs put before UTF-8."""
     from fsspec.compression import compr
     from fsspec.utils import infer_compression
 
     try:
         with path.open("rb") as raw, cast("Any", compr)[infer_compression(str(path))](raw, mode="rb") as file:
-            content = file.read().removeprefix(b"\xef\xbb\xbf")
+            return file.read().removeprefix(b"\xef\xbb\xbf")
     except Exception as error:  # each compression has its own errors
         if isinstance(error, OSError) and error.errno is not None:  # of the disk
             raise
         fix = "compress it again, or decompress it"
         raise ConfigError("cannot be decompressed", field=field, got=_first_line(error), fix=fix) from None
+
+
+def _json_part(field: str, name: str, path: Path) -> Part:
+    """Return the lines of JSON Lines, the objects of a JSON array, or those of the one list in `{"data": [{…}, …]}`."""
+    content = _content(field, path)
     begin, objects = content.lstrip()[:1], None
-    if _kind(path) == ".json" and begin in (b"[", b"{"):
+    if _ending(path) == ".json" and begin in (b"[", b"{"):
         try:
             objects = _decode(content)
         except (ValueError, RecursionError) as error:
@@ -358,12 +416,8 @@ def _decode(text: bytes) -> Any:
 # ---------------------------------------------------------------- the library `datasets`
 
 
-def _load(field: str, load: Callable[..., Any], path: Path | None, options: Mapping[str, Any] | None = None) -> Any:
-    """Return what a function of `datasets` loads; a ConfigError has the library's message.
-
-    `options` are of CSV files. pandas reads them in pieces of 2^18 rows or less, each with its own types; where these
-    differ, its slower parser reads all rows at once.
-    """
+def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:
+    """Return what a function of `datasets` loads; a ConfigError has the library's message."""
     if path is not None and any(mark in str(path.absolute()) for mark in MARKS):
         raise ConfigError(
             field=field,
@@ -377,26 +431,17 @@ def _load(field: str, load: Callable[..., Any], path: Path | None, options: Mapp
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     try:
-        return load(datasets, **(options or {}))
+        return load(datasets)
     except Exception as error:  # of pandas, Arrow, the hub client: most of them share only `Exception`
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 10:
             chain.append(cause)
-        if options and "engine" not in options and any("Arrow" in type(each).__name__ for each in chain):
-            return _load(field, load, path, {**options, "engine": "python"})
-        if options and options.get("converters"):  # one of several files has nothing in a column of text
-            others = {name: value for name, value in options.items() if name not in ("engine", "converters")}
-            return _load(field, load, path, others)
         fix = (
             "correct the name or --data.subset; set HF_TOKEN if it is private or gated; without a network, or with "
             "HF_HUB_OFFLINE, name a file or folder"
         )
         if path is not None:  # the innermost error says what is wrong with the file
             error, fix = next((each for each in reversed(chain) if str(each)), error), "check the file's format"
-            if path.is_file() and any(isinstance(each, UnicodeDecodeError) for each in chain):
-                lines = enumerate(path.open(errors="replace"), start=1)
-                field = f"{field}, line {next((number for number, line in lines if chr(0xFFFD) in line), 1)}"
-                fix = "save the file as UTF-8"
         raise ConfigError("cannot be read", field=field, got=_first_line(error), fix=fix) from chain[0]
 
 

@@ -77,7 +77,7 @@ def check_data(name: str, data: Mapping[str, object], rewards: Sequence[object])
     The data set and the functions are not looked for yet.
     """
     check_table("data", DataConfig, data)
-    check_table("rewards", _RewardTables, {"rewards": rewards})
+    check_table("", _RewardTables, {"rewards": rewards})
     if name == DATASET:
         require_data(data.get("path") is not None, bool(rewards))
     elif name == AGENT:

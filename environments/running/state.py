@@ -95,12 +95,13 @@ def refuse_changed(record: Path, data: Sequence[DataSet], *, allowed: bool) -> N
     if not known or fingerprints == [each.fingerprint for each in data]:
         return
     changed = [each for each in data if each.fingerprint not in fingerprints] or list(data)
+    restore = "restore them, or continue with these by --allow-changed-data"
     error = ConfigError(
         "the data differ from those that the run began with",
         field=f"--data {changed[0].name}" if changed else "--data",
         got="; ".join(map(str, data)),
         wanted="; ".join(map(str, known)),
-        fix="restore them, or continue with these by --allow-changed-data",
+        fix="the run continues with these" if allowed else restore,
     )
     if not allowed:
         raise error

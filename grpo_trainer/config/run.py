@@ -53,7 +53,7 @@ from grpo_trainer.config.processes import (
     problems_of_tables,
 )
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
-from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, holds_run, read_stored
+from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, STARTED_IN, holds_run, read_stored
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
@@ -167,7 +167,7 @@ def _layer(tables: Mapping[str, Any], problems: list[Problem]) -> Layer:
     """Return the options of a file; environments have no part in it."""
     if keys := [name for name in _names(tables, LEFT_OUT) if _is_key(name)]:
         log.warning("the stored options have no keys; give them again by flags or variables: %s", ", ".join(keys))
-    others = ("trainer", "environments", *OF_THE_ENVIRONMENT, LEFT_OUT, CHOSEN)
+    others = ("trainer", "environments", *OF_THE_ENVIRONMENT, LEFT_OUT, CHOSEN, STARTED_IN)
     trainer = tables.get("trainer", {})
     if not isinstance(trainer, dict):
         problems.append(Problem("trainer", repr(trainer), "a table: [trainer]"))

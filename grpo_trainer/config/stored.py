@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ LEFT_OUT = "left_out"
 """In `run.toml`: the names of options that are not stored, or not whole, because they hold secrets."""
 CHOSEN = "chosen"
 """In `run.toml`: the names of options that nobody gave (`RunConfig.unset`)."""
+STARTED_IN = "started_in"
+"""In `run.toml`: the folder from which relative paths count. If the run's folder is below it, it is seen from there,
+so that both may move."""
 COMPUTED = {"batch_size": "batch_size", "microbatch": "max_tokens_per_microbatch"}
 """Names of `RunConfig.unset` -> options of the trainer that each start computes again, and `run.toml` has not."""
 OLD_OPTIONS = frozenset({"activation_offload", "benchmark", "checkpoint_url", "vllm_standby"})
@@ -87,15 +90,23 @@ def run_file(config: RunConfig) -> bytes:
     clean = redact(tables, drop=True, known=secrets)
     head = f"# The options of this run. To continue it: grpo run --resume {shlex.quote(str(config.run_dir))}\n"
     notes = {LEFT_OUT: list(dict.fromkeys(clean.names)), CHOSEN: sorted(config.unset & {*COMPUTED, "lr", "seq_len"})}
-    return (head + "\n" + tomli_w.dumps({key: names for key, names in notes.items() if names} | clean.value)).encode()
+    here, folder = Path.cwd(), config.run_dir.resolve()
+    place = {STARTED_IN: os.path.relpath(here, folder) if folder.is_relative_to(here) else str(here)}
+    kept = {key: names for key, names in notes.items() if names}
+    return (head + "\n" + tomli_w.dumps(place | kept | clean.value)).encode()
 
 
 def read_stored(folder: Path) -> dict[str, Any]:
-    """Return the tables of a run's folder; empty: it holds no run. Raise a `ConfigError` if its file can't be read."""
+    """Return the tables of a run's folder; empty: it holds no run.
+
+    Raise a `ConfigError` if its file can't be read, or names a file of the folder where the run began, but not this
+    one: the same name may be another file here.
+    """
     path = folder / (RUN_FILE if (folder / RUN_FILE).is_file() else OLD_FILE)
     try:
         tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
         tables = tables if path.name == RUN_FILE else _of_old_files(folder, tables)
+        began = (folder / str(tables.pop(STARTED_IN, Path.cwd()))).resolve()
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -104,6 +115,12 @@ def read_stored(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         why, fix = f"no options of a run: {error}", "correct it, and the files beside it"
         raise ConfigError(why, field=f"--resume {path}", fix=fix) from None
+    for name in _texts([value for key, value in tables.items() if key not in (LEFT_OUT, CHOSEN)]):
+        own = Path(name.partition(":")[0])
+        there = (began / own, Path(f"{began.joinpath(*str(own).split('.'))}.py"))  # or a module
+        if began != Path.cwd() and own.parts and not own.is_absolute() and any(map(os.path.exists, there)):
+            wanted, fix = f"one in {began}, which has {own}", f"cd {shlex.quote(str(began))}, and resume there"
+            raise ConfigError(field=f"--resume {folder}", got=f"a start in {Path.cwd()}", wanted=wanted, fix=fix)
     trainer = tables.get("trainer", {})
     if "checkpoint_url" in trainer:
         log.warning("%s: checkpoint_url has been removed, so nothing is copied there; %s", path, GONE["checkpoint_url"])
@@ -115,6 +132,14 @@ def read_stored(folder: Path) -> dict[str, Any]:
             with suppress(ConfigError):
                 kept[key] = [*parse_ranges(kept[key])]
     return {**tables, "trainer": kept}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in tables and lists."""
+    if isinstance(value, str):
+        yield value
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(each)
 
 
 def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from grpo_trainer.config.processes import RunConfig
 from grpo_trainer.config.rules import unusual_lr
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.files import existing
 from grpo_trainer.machine import Machine
 from grpo_trainer.memory import (
     GB,
@@ -169,11 +170,6 @@ def checkpoint_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) ->
 
 def _served_item(config: TrainConfig, *, on_gpu: bool) -> int:
     return 4 if config.served_dtype(on_gpu=on_gpu) == "float32" else 2
-
-
-def existing(path: Path) -> Path:
-    """The folder, or the nearest above it that is there."""
-    return next(each for each in (path, *path.parents) if each.exists())
 
 
 # the learning rate and memory -------------------------------------------------------------------------------

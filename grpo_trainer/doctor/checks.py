@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import netrc
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +35,6 @@ from grpo_trainer.doctor.before_start import (
     check_lr,
     check_memory,
     check_name,
-    existing,
     fail,
     ok,
     skip,
@@ -371,16 +369,12 @@ def ports(case: Case) -> Iterator[Finding]:
 def run_folder(case: Case) -> Finding:
     """May it be written, and is it free?"""
     folder, resume = case.given.run_dir, case.given.trainer.resume
-    there = existing(folder)
     try:
         refuse_another_run(folder, resume)
         if resume == "auto":
             refuse_unreadable(folder / "checkpoints")
     except UserError as error:
         return refusal(error.problems[0])
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        got = "may not be written" if there.is_dir() else "is a file"
-        return fail(f"{there} {got}", "a folder of yours", "choose another --run-dir")
     return ok(str(folder))
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final
 from grpo_common.errors import UserError
 from grpo_common.formats import KEY, check_format
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import refuse_to_mix_runs, replace_file, sync
+from grpo_trainer.files import refuse_to_mix_runs, refuse_unwritable, replace_file, sync
 from grpo_trainer.versions import NO_OFFSETS, VersionOffset, VersionOffsets
 
 STATE_FILE: Final = "state.json"
@@ -208,10 +208,11 @@ def refuse_another_run(folder: Path, resume: str) -> None:
 
 
 def refuse_to_mix_checkpoints(folder: Path, resume: str, flag: str) -> None:
-    """Raise a `ConfigError` if the folder has checkpoints that `--resume` does not continue.
+    """Raise a `ConfigError` if the folder can't be written, or has checkpoints that `--resume` does not continue.
 
     A new run would delete them, and go on from them after its trainer's restart. Those of step 0 have learnt nothing.
     """
+    refuse_unwritable(folder, flag)
     readable, damaged = _read(folder)
     found = [*damaged, *(one.path for one in readable if one.progress.step)]
     if resume == "never" and found:

@@ -37,6 +37,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.checks import Case, run_folder
+from grpo_trainer.dry_run import look_ahead
 from grpo_trainer.errors import ConfigError, FolderGoneError, from_os_error
 from grpo_trainer.files import held_folder
 from grpo_trainer.logs.console import RunConsole
@@ -118,6 +119,16 @@ def test_report_and_list_of_damaged_runs(tmp_path: Path) -> None:
         file.write(line(6))
     found = {Path(run.folder).name: (run.state, run.steps, run.total_steps) for run in list_runs(tmp_path)}
     assert found == {"sound": ("stopped", 1, 10), "torn": ("damaged", 6, 10)}
+
+
+def test_a_run_folder_that_cant_be_made_is_refused_by_run_dry_run_and_doctor(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "x", Path("/proc/x/y")):
+        config = build_run({}, {"run_dir": str(folder), "model_name": str(MODEL)})
+        for refused in (functools.partial(look_ahead, config, print), functools.partial(run.run, config, Console())):
+            with refusing(ConfigError, f"--run-dir {folder}"):
+                refused()
+        assert run_folder(Case(look(), config)).status == "fail"
 
 
 # resuming -----------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ WRONG: list[tuple[Callable[[Any], object], Any, str, str]] = [
     (of_flags, {"reward": ["my.py:f"]}, "--env dataset: --data", ""),
     (of_flags, {"env": "arithmetic", "reward": ["my.py:f"]}, "--env arithmetic: --reward", ""),
     (of_flags, {"data": "a.jsonl", "reward": ["a.py:f", "b.py:f"]}, "--env dataset: --reward", ""),
+    (of_file, {"data": "a", "rewards": [{"functoin": "math"}]}, "--env dataset: rewards.0.functoin", " function?"),
     # words of a command line
     (of_words, "run --model m --larning-rate 1", "--larning-rate", "--learning-rate?"),
     (of_words, "run --model m --vllm-prt 8", "--vllm-prt", "--vllm-port?"),

@@ -418,7 +418,7 @@ def test_versions_and_the_users_environment_are_in_the_folder(tmp_path: Path, mo
     assert (tmp_path / "r" / RUN_FILE).stat().st_mode & 0o077 == 0
 
 
-def test_record_copies_files_of_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_has_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("a", "b"):
         Path(folder).mkdir()
@@ -433,11 +433,28 @@ def test_record_copies_files_of_rewards(tmp_path: Path, monkeypatch: pytest.Monk
     code = tmp_path / "r" / "code"
     assert len(list(code.glob("my*.py"))) == 2 and (code / "in_a_module.py").read_text() == "x = 1\n"
     Path("in_a_module.py").write_text("x = 2\n")
-    write_record(config, [])
+    assert str(code) not in caplog.text
+    for _ in range(2):
+        write_record(config, [])
+    assert caplog.text.count(str(code / "in_a_module.py")) == 2, "each start with a changed file says so"
     assert sorted(path.read_text() for path in code.glob("in_a_module*.py")) == ["x = 1\n", "x = 2\n"]
     again = continued(tmp_path / "r")
     assert again.environments == config.environments and again.environments[0].name == "dataset"
     assert config.options.allow_changed_data and not again.options.allow_changed_data, "a permission is for one start"
+
+
+def test_a_run_that_names_files_is_continued_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    Path("mine.py").touch()
+    for number, reward in enumerate(("mine.py:f", "mine:f")):
+        stored(Path(f"r/{number}"), data="rows.jsonl", reward=[reward])
+        Path("../a").rename("../b")  # with its files
+        continued(Path(f"r/{number}"))
+        monkeypatch.chdir(tmp_path)
+        with refusing(ConfigError, f"--resume b/r/{number}", words=[str(tmp_path / "b")]):
+            continued(f"b/r/{number}")
+        monkeypatch.chdir(Path("b").rename("a"))
 
 
 def test_commands_without_a_folder_take_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
