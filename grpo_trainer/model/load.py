@@ -228,7 +228,7 @@ def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     for module in model.modules():  # the server samples without dropout and jitter: with them the ratio would be noise
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Others are calls with plain attributes of a module or its config: attention_dropout, layerdrop, jitter_noise, …
+        # Others are calls with plain attributes of a module or its config: attention_dropout, layerdrop, jitter_noise…
         for holder in (module, getattr(module, "config", None)):
             for name in [name for name, value in getattr(holder, "__dict__", {}).items() if isinstance(value, float)]:
                 if "drop" in name or "jitter" in name:

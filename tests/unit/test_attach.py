@@ -126,8 +126,7 @@ def test_parameters_are_of_the_servers_dtype_and_rotary_frequencies_of_32_bits(t
 def test_nothing_is_random_in_training_mode(config: Any, tmp_path: Path) -> None:
     rates = {key: value for key, value in config.to_dict().items() if value == 0.5}
     model = freeze(AutoModelForCausalLM.from_config(config), ModelConfig(model_name="x"))
-    assert model.training
-    assert torch.equal(logprobs(model), logprobs(model))
+    assert model.training and torch.equal(logprobs(model), logprobs(model))
     export_model(model, None, tmp_path, torch.float32)
     assert rates and rates.items() <= AutoConfig.from_pretrained(tmp_path).to_dict().items()
 
