@@ -325,7 +325,7 @@ def test_a_rate_too_low_for_the_weights_ends_the_run_but_not_at_the_end_of_a_sch
 @pytest.mark.parametrize(("dtype", "asked"), [(torch.bfloat16, "float32"), (torch.float16, "weights")])
 def test_gradients_in_float32_on_request_and_for_float16(dtype: torch.dtype, asked: str) -> None:
     model = TinyModel().to(dtype)
-    trainer = Trainer(model, config(grad_dtype=asked, weight_bridge_mode="shared_vllm", master_weights=True))
+    trainer = Trainer(model, config(grad_dtype=asked, master_weights=True, lr=1e-2))
     dtypes: set[torch.dtype] = set()
     prepare = trainer.optimizer.prepare
 
