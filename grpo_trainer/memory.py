@@ -65,7 +65,7 @@ def update_bytes(config: TrainConfig, count: float, item: int, states_over: int 
     This process has the gradients of `count` weights of `item` bytes; states and master weights are sharded over
     `states_over` processes.
     """
-    gradient = 4 if config.grad_dtype == "float32" else item
+    gradient = 4 if config.grad_dtype == "float32" or config.dtype == "float16" else item
     return {
         "gradients": gradient * count,
         "optimizer states": STATE_BYTES[config.optimizer] * count / states_over,
@@ -73,15 +73,14 @@ def update_bytes(config: TrainConfig, count: float, item: int, states_over: int 
     }
 
 
-def head_bytes(logits: int, logit_bytes: int, weights: int, *, item: int, weight_item: int, trained: bool) -> float:
+def head_bytes(logits: int, logit_bytes: int, weights: int, *, item: int, weight_item: int, gradient: int) -> float:
     """Return the bytes that the head needs: a chunk of logits, and what is made of its weights.
 
-    A logit has `logit_bytes` at the peak, a number to compute with `item` bytes, and one of its weights `weight_item`.
+    A logit has `logit_bytes` at the peak, a number to compute with `item` bytes, one of its weights `weight_item`, and
+    that one's gradient as it is summed `gradient`: 0 if it is not trained.
     """
-    made = item if trained else 0  # the gradient as it is computed
-    if weight_item != item:  # a copy of the weights, and the gradient in their own dtype
-        made += item + (weight_item if trained else 0)
-    return logits * logit_bytes + made * weights
+    copied = item if weight_item != item else 0
+    return logits * logit_bytes + (copied + gradient) * weights
 
 
 def gathered_bytes(layer_parameters: int, item: int) -> float:
@@ -134,6 +133,8 @@ def held(config: TrainConfig, model: ModelShape, trainers: int = 1, *, on_gpu: b
         weights = 4.0 * model.parameters
         cast = float(item * layers) if item < 4 and not is_cut else 0.0
     own = item if adapter or shared else 4  # of a weight of the model
+    wide = own == 4 or config.grad_dtype == "float32" or config.dtype == "float16"
+    sums = (4 if wide else item) + (item if is_cut and item < 4 else 0)  # cut: also handed over in 16 bits
     rows = min(config.largest_pass, max(128, HEAD_CHUNK_BYTES // (model.vocab * 4) // 128 * 128))
     head = head_bytes(
         rows * model.vocab,
@@ -141,7 +142,7 @@ def held(config: TrainConfig, model: ModelShape, trainers: int = 1, *, on_gpu: b
         model.vocab * model.hidden,
         item=item,
         weight_item=item if is_cut else own,  # a cut head is gathered in the dtype that it computes with
-        trained=not adapter and config.layer_indices is None,
+        gradient=sums if not adapter and config.layer_indices is None else 0,
     )
     copy = not adapter and config.needs_reference and not config.ref_offload
     update = update_bytes(

@@ -119,8 +119,10 @@ class Trainer:
         self.model = model
         self.config = config
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if config.grad_dtype == "float32" and not isinstance(model, FSDPModule):  # FSDP2 sums in fp32 anyway
-            for parameter in self.parameters:
+        for parameter in self.parameters:
+            # FSDP2 sums in fp32 anyway. In float16, small gradients would vanish when they are divided by the scale.
+            wide = config.grad_dtype == "float32" or parameter.dtype == torch.float16
+            if wide and not isinstance(model, FSDPModule):
                 parameter.grad_dtype = torch.float32
         self.device = self.parameters[0].device
         self._world = world or World()

@@ -180,8 +180,8 @@ class ComputeConfig(Section):
     """GPU memory in GB for the plan of what to recompute, if --gradient-checkpointing is not set (default: the free
     memory)."""
     grad_dtype: Literal["weights", "float32"] = option("weights")
-    """Dtype in which gradients accumulate over microbatches. weights: that of the weights, whose sum over 64
-    microbatches has a random error of 1 % in bfloat16."""
+    """Dtype in which gradients accumulate over microbatches. weights: the weights', for float16 float32; in bfloat16 a
+    sum of 64 has an error of 1 %."""
 
 
 class DriftConfig(Section):

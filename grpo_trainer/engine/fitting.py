@@ -241,13 +241,15 @@ class Fitting:
         largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in self.layers)
         together = gathered_bytes(largest, self.forward.plan.dtype.itemsize) if self.is_sharded else 0
         weight, plan = self.head.weight, self.forward.plan
+        sums = (plan.sum_dtype or plan.dtype).itemsize
+        sums += plan.dtype.itemsize if self.is_sharded and plan.dtype.itemsize < sums else 0  # handed over in 16 bits
         of_head = head_bytes(
             min(config.largest_pass, plan.rows(len(weight))) * len(weight),
             plan.logit_bytes,
             weight.numel(),
             item=plan.dtype.itemsize,
             weight_item=weight.itemsize,
-            trained=weight.requires_grad,
+            gradient=sums if weight.requires_grad else 0,
         )
         return (1 - SPARE) * free - held_later(self.trained, config, self.states_over) - of_head - together
 

@@ -173,7 +173,9 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
         return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False, routing=routing)
     own = parts.head.own if isinstance(parts.head, ShardedHead) else None
     logits_dtype = torch.float32 if exact else computes
-    plan = HeadPlan(computes, logits_dtype, distills=config.distill_coef > 0, own=own)
+    wide = torch.float32 in (next(model.parameters()).dtype, parts.head.weight.grad_dtype)  # cut weights are gathered
+    sum_dtype = torch.float32 if wide else computes
+    plan = HeadPlan(computes, logits_dtype, distills=config.distill_coef > 0, own=own, sum_dtype=sum_dtype)
     packed = _packs(parts, config.packing, config.seq_len, plan.dtype, device)
     shared = _shares(parts, config.share_prompts, packed)
     return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared, routing=routing)

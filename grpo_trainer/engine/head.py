@@ -101,6 +101,7 @@ class HeadPlan:
     statistics: Statistics = statistics
     residual: Residual = residual
     own: range | None = None  # the tokens whose rows of the head this process has; None: all
+    sum_dtype: torch.dtype | None = None  # in which the weights' gradient is summed over chunks; None: `dtype`
 
     def compiled(self) -> HeadPlan:
         """Return the plan with both functions compiled, and chunks of a suitable size."""
@@ -224,7 +225,7 @@ def head_scores(
 
     `temperature_N` divides the logits.
     """
-    weight_VH, bias_V = weight_VH.to(plan.dtype), None if bias_V is None else bias_V.to(plan.dtype)
+    bias_V = None if bias_V is None else bias_V.to(plan.dtype)
     if plan.own is not None:
         assert not others_NK.numel(), "teachers' tokens are not looked up in shards"
         hidden_NH, targets_N = spread(hidden_NH), targets_N - plan.own.start
@@ -253,7 +254,7 @@ class _HeadScores(torch.autograd.Function):
         plan: HeadPlan,
         wanted: Wanted,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        count = len(hidden_NH)
+        count, weight_VH = len(hidden_NH), weight_VH.to(plan.dtype)
         scores_3N = temperature_N.new_empty(3, count, dtype=torch.float32)  # logprobs, entropies, normalisers
         others = temperature_N.new_empty(others_NK.shape, dtype=torch.float32)
         early_NH = torch.empty_like(hidden_NH) if wanted.early else None
@@ -295,7 +296,7 @@ class _HeadScores(torch.autograd.Function):
         hidden_NH, weight_VH, targets_N, temperature_N, others_NK, scores_3N, *bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=plan.sum_dtype or plan.dtype) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias[0], dtype=torch.float32) if needs_bias else None
         chunks = list(_chunks(len(hidden_NH), plan.rows(len(weight_VH))))
         for number, own in enumerate(chunks):
@@ -313,8 +314,13 @@ class _HeadScores(torch.autograd.Function):
             del logits_nV
             if grad_hidden_NH is not None:
                 grad_hidden_NH[own] = grad_nV @ weight_VH
-            if grad_weight_VH is not None:
+            if grad_weight_VH is not None and grad_weight_VH.dtype == plan.dtype:
                 grad_weight_VH.addmm_(grad_nV.mT, hidden_NH[own])
+            elif grad_weight_VH is not None and grad_weight_VH.is_cuda:  # in one kernel, without rounding between
+                sums: dict[str, Any] = {"out_dtype": grad_weight_VH.dtype, "out": grad_weight_VH}
+                torch.addmm(grad_weight_VH, grad_nV.mT, hidden_NH[own], **sums)
+            elif grad_weight_VH is not None:
+                grad_weight_VH += grad_nV.mT @ hidden_NH[own]
             if grad_bias_V is not None:
                 grad_bias_V += grad_nV.sum(0, dtype=torch.float32)
         bias_grad = None if grad_bias_V is None else grad_bias_V.to(bias[0].dtype)

@@ -50,7 +50,8 @@ class Max:
     largest: SupportsFloat
 
     def merge(self, other: Max) -> Max:
-        return self if float(self.largest) >= float(other.largest) else other
+        mine, its = float(self.largest), float(other.largest)
+        return self if mine >= its or mine != mine else other
 
     def numbers(self) -> Max:
         return Max(float(self.largest))

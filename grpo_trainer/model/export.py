@@ -26,7 +26,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from grpo_common.model_files import copy_tokenizer, make_readable
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
-from grpo_trainer.model.text_part import OtherParts, published, whole_config
+from grpo_trainer.model.text_part import OWN_CONFIG, OtherParts, published, whole_config
 from grpo_trainer.optim.steps import first_not_finite
 
 WEIGHTS_FILE = "model.safetensors"
@@ -171,7 +171,7 @@ def architecture(model: nn.Module) -> str:
 
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
     whole = whole_config(model)
-    config: Any = copy.deepcopy(model.config if whole is None else whole)
+    config: Any = copy.deepcopy(getattr(model, OWN_CONFIG, model.config) if whole is None else whole)
     if whole is None:
         config.architectures = [architecture(model)]
     config.dtype = dtype

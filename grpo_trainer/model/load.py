@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from contextlib import suppress
 from typing import Any
@@ -27,7 +28,14 @@ from transformers.models.auto.modeling_auto import (
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError, warn_once
 from grpo_trainer.model.quantised import is_read, not_read, quantised_by
-from grpo_trainer.model.text_part import NAMED_OTHERWISE, PREFIX, causal_lm_of, load_causal_lm, text_config_of
+from grpo_trainer.model.text_part import (
+    NAMED_OTHERWISE,
+    OWN_CONFIG,
+    PREFIX,
+    causal_lm_of,
+    load_causal_lm,
+    text_config_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +97,8 @@ def not_trainable(config: Any) -> str | None:
         return None
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return f"{name} has no AutoModelForCausalLM"
+    if kind == "phimoe":  # and its jitter can't be 0: in evaluation too it decides which experts count
+        return f"{name} draws its experts at random in training"
     if architectures and not set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).intersection(architectures):
         return f"{name} is no causal language model"
     if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
@@ -214,13 +224,15 @@ def computing_dtype(model: nn.Module, config: ModelConfig) -> torch.dtype:
 def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     """Put a model into training mode, without dropout, with every parameter frozen."""
     model.requires_grad_(False)
+    setattr(model, OWN_CONFIG, copy.deepcopy(model.config))
     for module in model.modules():  # the server samples without dropout and jitter: with them the ratio would be noise
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Others are calls with plain attributes: attention_dropout, residual_dropout, layerdrop, jitter_noise, …
-        for name in [name for name, value in vars(module).items() if isinstance(value, float)]:
-            if "drop" in name or "jitter" in name:
-                setattr(module, name, 0.0)
+        # Others are calls with plain attributes of a module or its config: attention_dropout, layerdrop, jitter_noise…
+        for holder in (module, getattr(module, "config", None)):
+            for name in [name for name, value in getattr(holder, "__dict__", {}).items() if isinstance(value, float)]:
+                if "drop" in name or "jitter" in name:
+                    setattr(holder, name, 0.0)
     _fix_long_rope(model, config.seq_len)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

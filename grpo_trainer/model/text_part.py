@@ -8,6 +8,7 @@ other weights are copied from the files at `--model-name`.
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -40,6 +41,8 @@ NAMED_OTHERWISE: Final = frozenset(
 """Kinds whose text part transformers does not name `model.language_model`."""
 PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _WHOLE: Final = "whole_config"
+OWN_CONFIG: Final = "own_config"
+"""Attribute of a model that is trained: its configuration as it is saved, with the dropout that training is without."""
 
 
 def text_config_of(config: Any) -> Any | None:
@@ -134,7 +137,7 @@ def _load_quantised(name: str, config: Any, *, dtype: Any, **options: Any) -> Pr
 
 
 def _as_part(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    setattr(model, _WHOLE, config)
+    setattr(model, _WHOLE, copy.deepcopy(config))
     model.config._name_or_path = config._name_or_path
     return model
 

@@ -344,11 +344,13 @@ def round_stochastically(values: Tensor) -> Tensor:
 
     bfloat16 is the upper 16 bits of fp32. The lower 16 bits are the distance to the next value towards 0, in units of
     2^-16 of the spacing. Adding a uniform random 16-bit number carries into the upper bits with exactly that
-    probability; masking the lower bits then gives the rounded value.
+    probability; masking the lower bits then gives the rounded value. A NaN would become 0 if all its bits are 1, as
+    those of a GPU's are, so it is put back.
     """
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint_like(bits, 1 << 16)
-    return noise.add_(bits).bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
+    rounded = noise.add_(bits).bitwise_and_(-1 << 16).view(torch.float32)
+    return torch.where(values.isnan(), values, rounded).to(torch.bfloat16)
 
 
 # ---------------------------------------------------------------- pieces of tensors, and several tensors as one

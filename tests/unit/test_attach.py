@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    FalconConfig,
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
@@ -24,6 +26,7 @@ from transformers import (
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
+from grpo_trainer.model.export import export_model
 from grpo_trainer.model.load import build_without_weights, freeze, load_model
 from grpo_trainer.shared import attach
 from grpo_trainer.shared.attach import attach_model, bind, build_skeleton, server_device
@@ -116,13 +119,16 @@ def test_parameters_are_of_the_servers_dtype_and_rotary_frequencies_of_32_bits(t
                   layerdrop=0.5, word_embed_proj_dim=32),
         SeedOssConfig(**SIZES, head_dim=32, residual_dropout=0.5),
         MixtralConfig(**SIZES, num_local_experts=2, router_jitter_noise=0.5, attention_dropout=0.5),
+        FalconConfig(**SIZES, attention_dropout=0.5, hidden_dropout=0.5),
     ],
     ids=lambda config: config.model_type,
 )  # fmt: skip
-def test_nothing_is_random_in_training_mode(config: Any) -> None:
+def test_nothing_is_random_in_training_mode(config: Any, tmp_path: Path) -> None:
+    rates = {key: value for key, value in config.to_dict().items() if value == 0.5}
     model = freeze(AutoModelForCausalLM.from_config(config), ModelConfig(model_name="x"))
-    assert model.training
-    assert torch.equal(logprobs(model), logprobs(model))
+    assert model.training and torch.equal(logprobs(model), logprobs(model))
+    export_model(model, None, tmp_path, torch.float32)
+    assert rates and rates.items() <= AutoConfig.from_pretrained(tmp_path).to_dict().items()
 
 
 def test_attach_refuses_attention_that_would_leave_out_capping(tmp_path: Path) -> None:

@@ -111,6 +111,18 @@ def test_16_bits_compute_the_rest_in_32(trained: set[str], logits_dtype: torch.d
     assert hidden_NH.grad[0, 0].item() == pytest.approx(3.354e-4, rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_many_chunks_add_up_in_32_bits(dtype: torch.dtype) -> None:
+    made: dict[str, Any] = inputs(bias=False, others=False, dtype=torch.bfloat16)
+    made |= {key: torch.cat([each] * 50) for key, each in made.items() if key not in ("weight_VH", "bias_V")}
+    weight_VH = made["weight_VH"] = torch.nn.Parameter(made["weight_VH"].to(dtype))
+    weight_VH.grad_dtype = torch.float32
+    plan = HeadPlan(torch.bfloat16, torch.float32, chunk_bytes=0, sum_dtype=torch.float32)
+    head_scores(**made, plan=plan).logprobs_N.sum().backward()
+    (wanted,) = torch.autograd.grad(plain(made)[0].sum(), weight_VH)
+    assert weight_VH.grad is not None and (weight_VH.grad - wanted).norm() < 0.003 * wanted.norm()  # else 0.01
+
+
 def test_head_without_gradients_or_tokens() -> None:
     made = inputs(bias=False, others=True)
     with torch.no_grad():

@@ -107,9 +107,9 @@ HEAD = 20 * 32 * (4 + 25)
 @pytest.mark.parametrize(
     ("mode", "flags", "trainers", "wanted"),
     [
-        # fp32, computed with in bfloat16; of the head's 32 x 8 weights a copy, its gradient and their own
+        # fp32, computed with in bfloat16; of the head's 32 x 8 weights a copy, and their gradient
         ("none", {}, 1, {"weights": 4 * ALL, "weights, cast": 2 * LAYERS, "gradients": 4 * ALL}),
-        ("none", {}, 1, {"optimizer states": 8 * ALL, "reference": 0, "head": HEAD + 256 * (2 + 2 + 4)}),
+        ("none", {}, 1, {"optimizer states": 8 * ALL, "reference": 0, "head": HEAD + 256 * (2 + 4)}),
         ("none", {"kl_beta": 0.1}, 1, {"reference": 2 * ALL}),
         ("none", {"kl_beta": 0.1, "ref_offload": True}, 1, {"reference": 0}),
         ("none", {"optimizer": "adamw_8bit"}, 1, {"optimizer states": (2 + 8 / 256) * ALL}),
@@ -119,6 +119,8 @@ HEAD = 20 * 32 * (4 + 25)
         ("none", {}, 4, {"weights, cast": 0, "gathered weights": 10 * LAYERS / 2 + 2 * (2 * 32 * 8 + 8)}),
         ("shared_vllm", {}, 1, {"weights": 0, "gradients": 2 * ALL, "head": HEAD + 256 * 2, "master weights": 0}),
         ("shared_vllm", {"master_weights": True}, 1, {"master weights": 4 * ALL}),
+        ("shared_vllm", {"grad_dtype": "float32"}, 1, {"gradients": 4 * ALL, "head": HEAD + 256 * 4}),
+        ("shared_vllm", {"dtype": "float16"}, 1, {"gradients": 4 * ALL, "head": HEAD + 256 * 4}),
         ("shared_vllm", {"train_layer_indices": "1"}, 1, {"optimizer states": 8 * LAYERS / 2, "head": HEAD}),
         # pairs of trainer and server share the states only; a trainer of each shard holds its part of everything
         ("shared_vllm", {"master_weights": True}, 2, {"gradients": 2 * ALL, "master weights": 2 * ALL}),

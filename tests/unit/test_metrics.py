@@ -39,6 +39,7 @@ from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Sum, merge, re
 
 
 def test_metrics_merge() -> None:
+    assert all(math.isnan(Max(a).merge(Max(b)).value()) for a, b in ((math.nan, 0.1), (0.1, math.nan)))
     merged = merge([{"a": Mean(2.0, 1), "b": Max(1.0), "c": Sum(1)}, {"a": Mean(0.0, 3), "b": Max(5.0), "c": Sum(2)}])
     assert reduce(merged) == {"a": 0.5, "b": 5.0, "c": 3.0}
 

@@ -21,6 +21,7 @@ from transformers import (
     LlavaConfig,
     Phi3Config,
     Phi3ForCausalLM,
+    PhimoeConfig,
     Qwen2AudioConfig,
     Qwen2Config,
     Qwen3VLConfig,
@@ -103,6 +104,7 @@ def test_load_model_long_rope_has_one_kind_of_factors(seq_len: int, factor: floa
     [
         (Qwen2Config(), ()),
         (Qwen2Config(architectures=["Qwen2ForCausalLM"]), ()),
+        (PhimoeConfig(architectures=["PhimoeForCausalLM"]), ("PhimoeForCausalLM", "experts")),
         (BertConfig(architectures=["BertForMaskedLM"]), ("BertForMaskedLM",)),
         (BertConfig(), ("bert", "encoder")),
         (T5Config(), ("t5", "encoder-decoder")),

@@ -55,7 +55,8 @@ def test_round_stochastically_is_right_on_average_and_exact_where_bfloat16_is() 
     for values in (torch.randn(10_000).bfloat16(), special):
         for _ in range(5):
             assert torch.equal(round_stochastically(values.float()), values)
-    assert math.isnan(float(round_stochastically(torch.tensor([math.nan]))))
+    for bits in (0x7FC00000, 0x7FFFFFFF, -1):  # adding to the last two's would carry out of them
+        assert round_stochastically(torch.full((64,), bits, dtype=torch.int32).view(torch.float32)).isnan().all()
     values = torch.randn(200) * torch.logspace(-6, 3, 200)
     tries = torch.stack([round_stochastically(values).double() for _ in range(2000)])
     spacing = 2.0 ** (values.abs().log2().floor() - 7)

@@ -322,9 +322,10 @@ def test_a_rate_too_low_for_the_weights_ends_the_run_but_not_at_the_end_of_a_sch
     assert result.updated and reduce(result.metrics)["train/changed_fraction"] == 0
 
 
-def test_gradients_in_float32_on_request() -> None:
-    model = TinyModel().to(torch.bfloat16)
-    trainer = Trainer(model, config(grad_dtype="float32"))
+@pytest.mark.parametrize(("dtype", "asked"), [(torch.bfloat16, "float32"), (torch.float16, "weights")])
+def test_gradients_in_float32_on_request_and_for_float16(dtype: torch.dtype, asked: str) -> None:
+    model = TinyModel().to(dtype)
+    trainer = Trainer(model, config(grad_dtype=asked, master_weights=True, lr=1e-2))
     dtypes: set[torch.dtype] = set()
     prepare = trainer.optimizer.prepare
 
@@ -334,7 +335,7 @@ def test_gradients_in_float32_on_request() -> None:
 
     trainer.optimizer.prepare = look  # type: ignore[method-assign]
     assert trainer.step(rollouts(), 0).updated
-    assert dtypes == {torch.float32} and all(p.dtype == torch.bfloat16 for p in model.parameters())
+    assert dtypes == {torch.float32} and all(p.dtype == dtype for p in model.parameters())
 
 
 def test_norm_of_gradients_in_16_bits_is_not_rounded_to_16_bits() -> None:
