@@ -364,8 +364,9 @@ class BaseEnv(Generic[Item, Config]):
         said = (f"{text[:60]!r} scores {score}" for text, score in zip(texts, shown, strict=True))
         seen += f"; of made-up answers, {', '.join(said)}"
         numbers = [-math.inf if score is None else float(score) for score in scores]
-        if right and numbers[-1] <= max(numbers[:-1]):
-            seen += "; WARNING: the last is right and scores no more than the others: are the rewards as you mean them?"
+        wrong = [number for text, number in zip(texts[:-1], numbers, strict=False) if right and right[0] not in text]
+        if wrong and numbers[-1] < max(wrong):
+            seen += "; WARNING: the last is right and scores less than another: are the rewards as you mean them?"
         return seen
 
     def right_answer(self, item: Item) -> str | None:

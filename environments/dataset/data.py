@@ -12,12 +12,13 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import string
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, cast
@@ -51,6 +52,8 @@ MARKS: Final = ("*", "?", "[", "::")
 """What `datasets` reads in a path as a pattern, or as a URL in a URL."""
 NUMBER: Final = re.compile(r"\s*[+-]?([0-9]{1,200}(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3})?\s*")
 WORDS: Final = {"true": True, "false": False}
+END: Final = "\x1e"
+"""The last line of a CSV file as it is read. If it is within a cell, a quote before it is open."""
 
 Row = dict[str, Any]
 
@@ -215,17 +218,25 @@ def _folder(
     card = path / "README.md"  # it may say which files are which split
     cards = card.is_file() and "\nconfigs:" in card.read_text(errors="replace").partition("\n---")[0]
 
-    def splits(library: Any) -> dict[str, list[Path]]:
-        """Return which files are which split by the folder's card, or by `datasets`' rules for their names."""
+    def splits(library: Any) -> dict[str, dict[str, Path]]:
+        """Return the files of each split, by their names in the folder, as its card or `datasets`' rules have it."""
         root = path.resolve()
-        ours = {str(root / each.relative_to(path)): each for each in files}
         if cards or subset:
-            named = library.load_dataset_builder(str(root), subset).config.data_files
+            config = library.load_dataset_builder(str(root), subset).config
+            own = {each.name for each in fields(config)} - {each.name for each in fields(library.BuilderConfig)}
+            usual = type(config)()
+            if changed := [name for name in sorted(own) if getattr(config, name) != getattr(usual, name)]:
+                fix = f"write the files without it, and take it out of {card}"
+                raise ConfigError(field=field, got=f"{listed(changed)} in its card", wanted="none", fix=fix)
+            named = config.data_files
         else:
             patterns = library.data_files.get_data_patterns(str(root))
-            named = library.data_files.DataFilesDict.from_patterns(patterns, base_path=str(root))
-        found = {str(split): [ours[name] for name in names if name in ours] for split, names in named.items()}
-        return {split: own for split, own in found.items() if own}
+            all_of = library.data_files.DataFilesDict.from_patterns(patterns, base_path=str(root))
+            data = {split: [name for name in own if _ending(Path(name)) in FORMATS] for split, own in all_of.items()}
+            named = {split: own for split, own in data.items() if own} or all_of  # other files lie beside them
+        return {str(split): {os.path.relpath(name, root): Path(name) for name in own} for split, own in named.items()}
+
+    digest = _hash_files(files, path)
 
     if saved:
         found = _load(field, lambda library: library.load_from_disk(source), path)
@@ -233,18 +244,18 @@ def _folder(
         rows = _table_rows(field, table)
     else:
         chosen, part = _split_of(field, _load(field, splits, path), split, split_flag)
-        forms = sorted({FORMATS.get(_ending(each)) or each.suffix for each in chosen})
+        forms = sorted({FORMATS.get(_ending(each)) or each.suffix for each in chosen.values()})
         if len(forms) > 1:
-            names = listed((str(each.relative_to(path)) for each in chosen), 4)
-            fix = "name one of the files, or convert some"
-            raise ConfigError(field=field, got=f"{' and '.join(forms)}: {names}", wanted="files of one kind", fix=fix)
+            got, fix = f"{' and '.join(forms)}: {listed(chosen, 4)}", "move what has no rows out of the folder"
+            raise ConfigError(field=field, got=got, wanted="files of one kind", fix=f"{fix}, or convert some")
+        elsewhere = [each for name, each in chosen.items() if path / name not in files and each.is_file()]
+        digest += _hash_files(elsewhere) if elsewhere else ""
         if forms[0] in ("JSON", "CSV"):
-            named = {str(each.relative_to(path)): each for each in chosen}
-            rows = _rows(field, forms[0], named, texts, whole=whole)
+            rows = _rows(field, forms[0], chosen, texts, whole=whole)
         else:
             found = _load(field, lambda library: library.load_dataset(source, subset), path)
             rows = _table_rows(field, _split_of(field, found, split, split_flag)[0])
-    return Data(f"{path}{_named(subset, split)}", rows, whole, f"{_hash_files(files, path)}-{split or ''}", part)
+    return Data(f"{path}{_named(subset, split)}", rows, whole, f"{digest}-{split or ''}", part)
 
 
 def _hub(field: str, name: str, split: str | None, subset: str | None, split_flag: str) -> Data:
@@ -336,12 +347,14 @@ def _number(cell: str) -> int | float:
 
 def _cells(field: str, path: Path) -> dict[str, list[Any]]:
     """Return the text of all cells of a CSV file, by column; raise ConfigError for a row longer than the header."""
-    content, begin, rows = _content(field, path), 1, list[list[str]]()
+    content, begin, last, rows = _content(field, path), 1, 1, list[list[str]]()
     csv.field_size_limit(sys.maxsize)  # a cell of any size
     try:
-        text = io.StringIO(content.decode(), newline="")
-        reader = csv.reader(text, delimiter="\t" if _ending(path) == ".tsv" else ",", strict=True)
+        text = io.StringIO(f"{content.decode()}\n{END}", newline="")
+        reader = csv.reader(text, delimiter="\t" if _ending(path) == ".tsv" else ",")
         for cells in reader:
+            if cells == [END]:
+                break
             if rows and len(cells) > len(rows[0]):
                 raise ConfigError(
                     field=f"{field}, line {begin}",
@@ -349,16 +362,17 @@ def _cells(field: str, path: Path) -> dict[str, list[Any]]:
                     wanted=f"{len(rows[0])}, as in the header",
                     fix="name each column in the header; put a cell that has the separator in quotes",
                 )
-            begin = reader.line_num + 1
-            if cells:
+            last, begin = begin, reader.line_num + 1
+            of_blanks = len(cells) == 1 and not cells[0].strip() and (not rows or len(rows[0]) > 1)
+            if cells and not of_blanks:
                 rows.append(cells)
+        else:
+            fix = "close the quotes; within them, write a quote twice"
+            raise ConfigError("a quote is open", field=f"{field}, line {last}", wanted="its end", fix=fix)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         field, fix = f"{field}, line {line}", "save the file as UTF-8"
         raise ConfigError("cannot be read", field=field, got=_first_line(error), fix=fix) from None
-    except csv.Error as error:
-        fix = "close the quotes; within them, write a quote twice"
-        raise ConfigError("cannot be read", field=f"{field}, line {begin}", got=str(error), fix=fix) from None
     header = [name or f"Unnamed: {place}" for place, name in enumerate(rows[0] if rows else ())]
     if len({*header}) < len(header):
         got, fix = f"the columns {listed(header)}", "rename or remove one"
@@ -432,6 +446,8 @@ def _load(field: str, load: Callable[[Any], Any], path: Path | None) -> Any:
     datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         return load(datasets)
+    except ConfigError:
+        raise
     except Exception as error:  # of pandas, Arrow, the hub client: most of them share only `Exception`
         chain: list[BaseException] = [error]
         while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and len(chain) < 10:

@@ -53,7 +53,7 @@ from grpo_trainer.config.processes import (
     problems_of_tables,
 )
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
-from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, STARTED_IN, holds_run, read_stored
+from grpo_trainer.config.stored import CHOSEN, LEFT_OUT, RUN_FILE, STARTED_IN, holds_run, left_behind, read_stored
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
@@ -73,7 +73,7 @@ DEFAULTS = {"weight_bridge_mode": "lora_only", "training_steps": 100}
 BATCH = frozenset({"batch_size", "gradient_accumulation_steps"})
 OF_THE_ENVIRONMENT = ("data", "rewards")
 """Tables of a file that may stand outside `[[environments]]` if there is only one environment."""
-CONTINUED = frozenset({"trainer", "environments", "prompts_per_step", LEFT_OUT, CHOSEN})
+CONTINUED = frozenset({"trainer", "environments", "prompts_per_step", LEFT_OUT, CHOSEN, STARTED_IN})
 """Tables and options of a stored run that say what is trained."""
 PLACES = frozenset({"wandb_group"})
 """Options of a trainer that say where a run keeps what it makes: a run that branches from another has its own."""
@@ -138,6 +138,14 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
         where = str(stored_in / RUN_FILE) if stored_in else ""
         problems += _not_given_again(_names(stored, LEFT_OUT), {**given, **typed}, again, where)
         problems += problems_of_tables(parts["environments"])
+        if stored_in is not None:
+            old = kept.keys() - given.keys() - typed.keys()
+            names = [str(kept[key].value) for key in ("model_name", "lora_adapter") if key in old]
+            for each in () if file.get("environments") or tables else parts["environments"]:
+                names += [] if options["data"].get("path") else [str(each.data.get("path", ""))]
+                names += [] if rewards else each.reward_sources
+                names += [] if own.get("env") or each.name in settings_check.BUILT_IN else [each.name]
+            problems += left_behind(stored_in, Path(stored.get(STARTED_IN, Path.cwd())), names)
     if problems:
         raise ConfigError.of(problems)
     trainer, run, environments = parts["trainer"], parts["options"], parts["environments"]

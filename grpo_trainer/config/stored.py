@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import tomli_w
 
 from environments.running.settings_check import BUILT_IN
+from grpo_common.errors import Problem
 from grpo_common.redaction import is_secret, redact
 from grpo_trainer.config.options import dump, parse_ranges
 from grpo_trainer.config.processes import RunConfig
@@ -97,16 +98,12 @@ def run_file(config: RunConfig) -> bytes:
 
 
 def read_stored(folder: Path) -> dict[str, Any]:
-    """Return the tables of a run's folder; empty: it holds no run.
-
-    Raise a `ConfigError` if its file can't be read, or names a file of the folder where the run began, but not this
-    one: the same name may be another file here.
-    """
+    """Return the tables of a run's folder; empty: it holds no run. Raise a `ConfigError` if its file can't be read."""
     path = folder / (RUN_FILE if (folder / RUN_FILE).is_file() else OLD_FILE)
     try:
         tables = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
         tables = tables if path.name == RUN_FILE else _of_old_files(folder, tables)
-        began = (folder / str(tables.pop(STARTED_IN, Path.cwd()))).resolve()
+        began = (folder / str(tables.get(STARTED_IN, Path.cwd()))).resolve()
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -115,12 +112,6 @@ def read_stored(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         why, fix = f"no options of a run: {error}", "correct it, and the files beside it"
         raise ConfigError(why, field=f"--resume {path}", fix=fix) from None
-    for name in _texts([value for key, value in tables.items() if key not in (LEFT_OUT, CHOSEN)]):
-        own = Path(name.partition(":")[0])
-        there = (began / own, Path(f"{began.joinpath(*str(own).split('.'))}.py"))  # or a module
-        if began != Path.cwd() and own.parts and not own.is_absolute() and any(map(os.path.exists, there)):
-            wanted, fix = f"one in {began}, which has {own}", f"cd {shlex.quote(str(began))}, and resume there"
-            raise ConfigError(field=f"--resume {folder}", got=f"a start in {Path.cwd()}", wanted=wanted, fix=fix)
     trainer = tables.get("trainer", {})
     if "checkpoint_url" in trainer:
         log.warning("%s: checkpoint_url has been removed, so nothing is copied there; %s", path, GONE["checkpoint_url"])
@@ -131,15 +122,18 @@ def read_stored(folder: Path) -> dict[str, Any]:
         if isinstance(kept[key], str):  # before they were lists; a wrong one is named when the options are read
             with suppress(ConfigError):
                 kept[key] = [*parse_ranges(kept[key])]
-    return {**tables, "trainer": kept}
+    return {**tables, "trainer": kept, STARTED_IN: str(began)}
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in tables and lists."""
-    if isinstance(value, str):
-        yield value
-    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _texts(each)
+def left_behind(folder: Path, began: Path, names: Iterable[str]) -> Iterator[Problem]:
+    """Yield the first file, folder or module of names that a run began with elsewhere: here it may be another."""
+    for name in names if began != Path.cwd() else ():
+        own, module = Path(name.partition(":")[0]), began.joinpath(*name.partition(":")[0].split("."))
+        there = (began / own, module.with_name(f"{module.name}.py"), module / "__init__.py")
+        if own.parts and not own.is_absolute() and any(path.exists() for path in there):
+            fix = f"cd {shlex.quote(str(began))}, and resume there; or name it anew"
+            yield Problem(f"--resume {folder}", f"a start in {Path.cwd()}", f"one in {began}, which has {own}", fix)
+            return
 
 
 def _of_old_files(folder: Path, trainer: Mapping[str, Any]) -> dict[str, Any]:
