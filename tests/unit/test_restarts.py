@@ -22,7 +22,7 @@ from grpo_trainer.cli import app
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError, StoppedError
 from grpo_trainer.launch import fleet, supervisor
 from grpo_trainer.launch.fleet import FOLDER as REQUESTS
-from grpo_trainer.launch.fleet import Answer, Request, answer_all, request
+from grpo_trainer.launch.fleet import Answer, Fleet, Request, Row, answer_all, request, url_of
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.process import Process
@@ -280,6 +280,7 @@ def test_a_dropped_server_ends_once_the_trainer_has_let_it_go(tmp_path: Path) ->
 
     def script(running: Running) -> None:
         run.serve()
+        assert request(run.servers, Request("add", mistyped := "http://127.0.0.1:9")).done
         url = run.listed(specs)[1].url
         assert request(run.servers, Request("drop", url)).done
         run.until(lambda: run.states()["server-2"][0] == "leaving")
@@ -288,11 +289,20 @@ def test_a_dropped_server_ends_once_the_trainer_has_let_it_go(tmp_path: Path) ->
         assert run.states()["server-2"][0] == "leaving", "the trainer may still be publishing to it"
         (run.servers / "served.json").unlink()
         run.until(lambda: "server-2" not in run.states())
-        last = request(run.servers, Request("drop", run.listed(specs[:1])[0].url))
-        assert not last.done, "a run needs one server"
+        assert not request(run.servers, Request("drop", "server")).done, "no other one serves"
+        assert request(run.servers, Request("drop", mistyped)).done
+        assert not request(run.servers, Request("drop", "server")).done, "a run needs one server"
         assert not request(run.servers, Request("drop", "http://nowhere:1")).done
 
     run.play(specs, script)
+
+
+def test_a_server_is_left_out_while_another_one_serves(tmp_path: Path) -> None:
+    rows = {name: Row(Servers(tmp_path).server(name), "running") for name in ("server", "server-2")}
+    servers, urls = Fleet(tmp_path, rows, None), [url_of(row.spec) for row in rows.values()]
+    for used, outcomes in ((urls[:1], [False, True]), (urls, [True, True])):
+        (tmp_path / SERVED_FILE).write_bytes(msgspec.json.encode({url: Served(1, 1) for url in used}))
+        assert [servers.has_another(row) for row in rows.values()] == outcomes
 
 
 def test_servers_are_added_while_a_run_goes_on(tmp_path: Path) -> None:
