@@ -22,7 +22,7 @@ from grpo_trainer.cli import app
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError, StoppedError
 from grpo_trainer.launch import fleet, supervisor
 from grpo_trainer.launch.fleet import FOLDER as REQUESTS
-from grpo_trainer.launch.fleet import Answer, Fleet, Request, Row, answer_all, request, url_of
+from grpo_trainer.launch.fleet import Answer, Request, answer_all, request
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import TRAINERS, ProcessSpec, sampling_seed
 from grpo_trainer.launch.process import Process
@@ -267,6 +267,7 @@ def test_servers_killed_one_comes_back_and_is_left_out_at_last(tmp_path: Path) -
         run.until(lambda: len(in_use(run.servers)) == 1)
         run.until(lambda: run.states().get("server-2") == ("running", 2))
         assert len(in_use(run.servers)) == 1, "the trainer has not proved it yet"
+        assert running._fleet is not None and not running._fleet.has_another(running.table["server"])
         os.kill(running.pids["server-2"][1], signal.SIGKILL)
         run.until(lambda: "server-2" not in run.states())
         assert run.states() == {"server": ("running", 1)}
@@ -280,8 +281,8 @@ def test_a_dropped_server_ends_once_the_trainer_has_let_it_go(tmp_path: Path) ->
 
     def script(running: Running) -> None:
         run.serve()
-        assert request(run.servers, Request("add", mistyped := "http://127.0.0.1:9")).done
-        url = run.listed(specs)[1].url
+        url, mistyped = run.listed(specs)[1].url, "http://127.0.0.1:9"
+        assert request(run.servers, Request("add", mistyped)).done
         assert request(run.servers, Request("drop", url)).done
         run.until(lambda: run.states()["server-2"][0] == "leaving")
         assert len(in_use(run.servers)) == 1
@@ -289,20 +290,10 @@ def test_a_dropped_server_ends_once_the_trainer_has_let_it_go(tmp_path: Path) ->
         assert run.states()["server-2"][0] == "leaving", "the trainer may still be publishing to it"
         (run.servers / "served.json").unlink()
         run.until(lambda: "server-2" not in run.states())
-        assert not request(run.servers, Request("drop", "server")).done, "no other one serves"
-        assert request(run.servers, Request("drop", mistyped)).done
-        assert not request(run.servers, Request("drop", "server")).done, "a run needs one server"
-        assert not request(run.servers, Request("drop", "http://nowhere:1")).done
+        for wanted, done in (("server", False), (mistyped, True), ("server", False), ("http://nowhere:1", False)):
+            assert request(run.servers, Request("drop", wanted)).done == done, wanted
 
     run.play(specs, script)
-
-
-def test_a_server_is_left_out_while_another_one_serves(tmp_path: Path) -> None:
-    rows = {name: Row(Servers(tmp_path).server(name), "running") for name in ("server", "server-2")}
-    servers, urls = Fleet(tmp_path, rows, None), [url_of(row.spec) for row in rows.values()]
-    for used, outcomes in ((urls[:1], [False, True]), (urls, [True, True])):
-        (tmp_path / SERVED_FILE).write_bytes(msgspec.json.encode({url: Served(1, 1) for url in used}))
-        assert [servers.has_another(row) for row in rows.values()] == outcomes
 
 
 def test_servers_are_added_while_a_run_goes_on(tmp_path: Path) -> None:
