@@ -8,7 +8,7 @@ former process does not count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -57,13 +57,13 @@ def read_served(folder: Path) -> Mapping[str, Served]:
     return _read(folder / SERVED_FILE, dict[str, Served], {})
 
 
-def in_use(folder: Path) -> dict[str, int]:
-    """Return the boots of the servers that environments may ask, by their URLs."""
+def in_use(folder: Path, members: Iterable[Member] | None = None) -> dict[str, int]:
+    """Return the boots of the servers that environments may ask, by their URLs; `members` go before the file's."""
     served = read_served(folder)
     known = {url: one.boot for url, one in served.items() if one.version is not None}
     return {
         member.url: member.boot
-        for member in read_members(folder)
+        for member in (read_members(folder) if members is None else members)
         if member.state == "running" and known.get(member.url) == member.boot
     }
 

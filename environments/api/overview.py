@@ -43,9 +43,9 @@ class Explainer:
     def status_env(self, env_id: int, seen: str | None = None) -> wire.StatusEnv:
         """Return how much is queued, counted as the asking environment does: in groups of that environment's size.
 
-        Other environments' groups count beyond what is reserved for them, rounded up to the largest group. Leases are
-        counted for an environment that waits for news; `seen` is its answer's. If the environments' groups differ in
-        size, their parts may make no batch; each environment then gets room for one more group.
+        Other environments' groups count beyond what is reserved for them, rounded up to the largest group. An
+        environment that waits for news gets leases, trainer, and `seen`. If the environments' groups differ in size,
+        their parts may make no batch; each environment then gets room for one more group.
         """
         queue, environment = self.queue, self.queue.environment(env_id)
         if self._at != queue.version:
@@ -68,6 +68,7 @@ class Explainer:
             max_group_size=self._largest,
             env_weight=weight,
             leased=None if seen is None else queue.untrained // size,
+            trainer=None if seen is None or queue.run is None else queue.run.trainer,
             seen=seen,
         )
 

@@ -342,12 +342,12 @@ class RolloutQueue:
 
     @property
     def news(self) -> int:
-        """Another number whenever environments may have more room: by a step, groups that left the queue, a neighbour.
+        """Another number whenever environments may have more room: by a trainer, a step, groups that left, a neighbour.
 
         A group that arrives is no news: its environment knows of it. One that is buffered leaves its place free.
         """
         if self._news[0] != self.version:
-            run = self.run and (self.run.uuid, self.run.current_step, self.run.started)
+            run = self.run and (self.run.trainer, self.run.current_step, self.run.started)
             left = self.next_group - len(self.line)
             self._news = self.version, hash((run, left, self.untrained, *(each.id for each in self.alive)))
         return self._news[1]

@@ -152,8 +152,8 @@ class Info(Struct, frozen=True, kw_only=True):
 class StatusEnv(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Answer to GET /status-env. Queue sizes are in groups of the asking environment's size.
 
-    With `?wait=SECONDS` also: `leased`, the groups that the trainer holds and has not trained on; and `seen`, which the
-    next request sends back so that it is answered when something has changed.
+    With `?wait=SECONDS` also: `leased`, the groups that the trainer holds and has not trained on; `trainer`, what it
+    registered with; and `seen`, which the next request sends back so that it is answered when something has changed.
     """
 
     current_step: int
@@ -163,6 +163,7 @@ class StatusEnv(Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_group_size: int
     env_weight: float
     leased: int | None = None
+    trainer: Register | None = None
     seen: str | None = None
 
 

@@ -91,6 +91,7 @@ class Runner:
         path = self.config.data_path_to_save_groups
         self._file = open_lines("--env.data_path_to_save_groups", path) if path else None
         self._registration: wire.RegisterEnvResponse | None = None
+        self._info: wire.Info | None = None
         self._changed = asyncio.Condition()
         self._status: wire.StatusEnv | None = None
         self._moved_at = time.monotonic()
@@ -151,6 +152,10 @@ class Runner:
         if answer.env_id is None or info.batch_size < 1:
             got, fix = f"{answer}, {info}", "check --env.rollout_server_url"
             raise PeerError(field="the rollout API", got=got, wanted="an env_id and a batch size", fix=fix)
+        self._obey(answer, info)
+
+    def _obey(self, answer: wire.RegisterEnvResponse, info: wire.Info) -> None:
+        """Take the settings of the trainer; raise ConfigError if those of the environment do not fit them."""
         if self.config.group_size > info.batch_size:
             raise ConfigError(
                 field="--env.group_size",
@@ -159,7 +164,7 @@ class Runner:
                 fix="lower it, or raise the trainer's batch",
             )
         last_steps = [step for step in (self.config.total_steps, answer.num_steps) if step is not None and step >= 0]
-        self._registration = answer
+        self._registration, self._info = answer, info
         self._limits = Limits(info.batch_size, min(last_steps, default=-1), answer.max_staleness)
         self.env.num_steps = max(0, answer.num_steps or 0)
         self.groups.max_token_len = info.max_token_len
@@ -336,11 +341,23 @@ class Runner:
                 self._changed.notify_all()
 
     def _take(self, status: wire.StatusEnv) -> None:
-        """Take a new status: report a new step, start an evaluation that is due, and warn if nothing changes.
+        """Take a new status: follow a new trainer and its step, start an evaluation, and warn if nothing changes.
 
         While one runs, others that fall due are left out; only that of the last step waits for it.
         """
         now, before, self._status = time.monotonic(), self._status, status
+        if (trainer := status.trainer) is not None:
+            told = msgspec.structs.replace(
+                self.registration,
+                checkpoint_dir=trainer.checkpoint_dir,
+                checkpoint_interval=trainer.save_checkpoint_interval,
+                num_steps=trainer.num_steps,
+                eval_every=trainer.eval_every,
+                max_staleness=trainer.max_staleness,
+            )
+            info = wire.Info(batch_size=trainer.batch_size, max_token_len=trainer.max_token_len)
+            if (told, info) != (self._registration, self._info):  # another trainer has taken over
+                self._obey(msgspec.structs.replace(told, starting_step=status.current_step), info)
         running = self._evaluation if self._evaluation is not None and not self._evaluation.done() else None
         if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):
             self._moved_at = now

@@ -15,7 +15,7 @@ from uuid import uuid4
 import msgspec
 
 from grpo_common.formats import FormatError, check_format
-from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, read_served
+from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, in_use, read_served
 from grpo_trainer.errors import GrpoError, ServerError
 from grpo_trainer.files import replace_file
 from grpo_trainer.launch.plan import ProcessSpec
@@ -79,6 +79,7 @@ class Fleet:
         self._folder, self._table, self._replanner = folder, table, replanner
         self._elsewhere: dict[str, Member] = {}
         self._added: dict[str, int] = {}
+        self._have_served: set[str] = set()
         self._written: tuple[Member, ...] | None = None
         self._looked = 0.0
         for name in (MEMBERS_FILE, SERVED_FILE):  # of an earlier run in the same folder
@@ -90,17 +91,33 @@ class Fleet:
         """Answer requests, end servers that were dropped, and write the list of servers if it has changed."""
         if running_time() - self._looked > LOOK_SECONDS:
             self._looked = running_time()
+            self._have_served |= self._serving
             answer_all(self._folder, self._answer)
             self._end_dropped()
-        members = (*self._members(), *self._elsewhere.values())
+        members = tuple(self._members())
         if members != self._written:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(self._folder / MEMBERS_FILE, msgspec.json.encode(members))
             self._written = members
 
     def has_another(self, row: Row) -> bool:
-        """Return whether a row is a server, and the run has another one."""
-        return row.spec.name.startswith("server") and (len(self._servers) > 1 or bool(self._elsewhere))
+        """Return whether a row is a server, and the run goes on without it."""
+        return row.spec.name.startswith("server") and bool(self._others(row.spec.name))
+
+    def _others(self, name: str) -> set[str]:
+        """Return the others that serve, with which the run goes on without a server.
+
+        For one that has never served, those that may serve again count as well.
+        """
+        serving = self._serving
+        enough = serving if name in self._have_served | serving else {*self._have_served, *self._table}
+        return enough & {each.name for each in self._members() if each.state != "leaving"} - {name}
+
+    @property
+    def _serving(self) -> set[str]:
+        members = [*self._members()]
+        used = in_use(self._folder, members)
+        return {each.name for each in members if each.url in used}
 
     @property
     def _servers(self) -> list[Row]:
@@ -115,6 +132,7 @@ class Fleet:
             node = row.spec.place.node
             state = "leaving" if row.state == "ending" else "gone" if row.state == "ended" else row.state
             yield Member(name, url_of(row.spec), "this machine" if node is None else node.name, state, boot)
+        yield from self._elsewhere.values()
 
     def _answer(self, request: Request) -> Answer:
         try:
@@ -123,13 +141,14 @@ class Fleet:
             return Answer(False, str(error))
 
     def _drop(self, request: Request) -> Answer:
-        members = [each for each in (*self._members(), *self._elsewhere.values()) if each.state != "leaving"]
+        members = [each for each in self._members() if each.state != "leaving"]
         member = next((each for each in members if request.server in (each.name, each.url)), None)
         if member is None:
             there = ", ".join(f"{each.name} {each.url}" for each in members)
             return Answer(False, f"no server {request.server}; there are {there}")
-        if len(members) == 1:
-            return Answer(False, f"{member.name} is the run's only server; add another one first")
+        if not self._others(member.name):
+            others = " or ".join(each.name for each in members if each is not member) or "one that you add"
+            return Answer(False, f"no server but {member.name} can do the work; wait until {others} serves")
         if self._elsewhere.pop(member.url, None) is None:
             row = self._table[member.name]
             row.state, row.at = "leaving", running_time() + LEAVE_SECONDS
@@ -156,7 +175,7 @@ class Fleet:
 
     def _add(self, request: Request) -> Answer:
         if (url := request.server) is not None:
-            members = {each.url: each for each in (*self._members(), *self._elsewhere.values())}
+            members = {each.url: each for each in self._members()}
             if url in members:
                 return Answer(False, f"{url} is {members[url].name} already")
             boot = self._added[url] = self._added.get(url, 0) + 1

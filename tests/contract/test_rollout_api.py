@@ -509,7 +509,7 @@ def test_room_is_told_when_a_batch_leaves_and_when_the_step_moves(
 ) -> None:
     env_id = register(run)
     known = run.get(f"/status-env?env_id={env_id}&wait=0").json()
-    assert known.keys() == SIX | {"leased", "seen"} and known["leased"] == 0
+    assert known.keys() == SIX | {"leased", "seen", "trainer"} and known["leased"] == 0
     future = waiting(threads, run, f"/status-env?env_id={env_id}&wait={LONG}&seen={known['seen']}")
     post(run, env_id)
     post(run, env_id)
@@ -530,6 +530,8 @@ def test_who_has_seen_something_else_is_answered_at_once(run: httpx.Client) -> N
     assert run.get(f"/status-env?env_id={env_id}&wait={LONG}&seen=another").json() == known
     assert run.get(f"/status-env?env_id={env_id}&wait=0.2&seen={known['seen']}").json() == known
     assert run.get("/batch?wait=0.2").json() == {"batch": None}
+    run.post("/register", json=TRAINER | {"num_steps": 9})
+    assert run.get(f"/status-env?env_id={env_id}&wait=0").json()["seen"] != known["seen"]
 
 
 def test_an_environment_that_is_forgotten_hears_of_it(run: httpx.Client, threads: ThreadPoolExecutor) -> None:

@@ -217,15 +217,18 @@ async def test_runner_loses_no_group_while_the_api_is_away(caplog: pytest.LogCap
     assert waits()[0].levelno == logging.INFO and "the rollout API" in waits()[0].message
 
 
-async def test_runner_registers_again_with_an_api_that_begins_anew() -> None:
-    old, new = await started(), Service(Settings())
-    async with local_api(old) as api, running(Sums(config(), plain), api):
+async def test_runner_follows_an_api_that_begins_anew_and_a_trainer_that_takes_over() -> None:
+    old, new, env = await started(), Service(Settings()), Sums(config(), plain)
+    async with local_api(old) as api, running(env, api), asyncio.timeout(60):
         await until(lambda: old.status().queue_size == 4)
         await api.exchange(new)
         await new.register(TRAINER)
-        taken = await train(new, steps=3)
-    assert len(new.status().environments) == 1
-    assert sorted(version for batch in taken for version in batch) == list(range(5, 17))
+        taken = await train(new, steps=1)
+        await new.register(registration(16, starting_step=1, num_steps=4, eval_every=4))
+        taken += await train(new, steps=3)
+    assert [len(batch) for batch in taken] == [4, 8, 8, 8]
+    assert (env.num_steps, env.evaluated_at, len(new.status().environments)) == (4, [4], 1)
+    assert sorted(version for batch in taken for version in batch) == list(range(5, 33))
 
 
 @pytest.mark.parametrize("away", [False, True])

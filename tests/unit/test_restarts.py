@@ -267,6 +267,7 @@ def test_servers_killed_one_comes_back_and_is_left_out_at_last(tmp_path: Path) -
         run.until(lambda: len(in_use(run.servers)) == 1)
         run.until(lambda: run.states().get("server-2") == ("running", 2))
         assert len(in_use(run.servers)) == 1, "the trainer has not proved it yet"
+        assert running._fleet is not None and not running._fleet.has_another(running.table["server"])
         os.kill(running.pids["server-2"][1], signal.SIGKILL)
         run.until(lambda: "server-2" not in run.states())
         assert run.states() == {"server": ("running", 1)}
@@ -280,7 +281,8 @@ def test_a_dropped_server_ends_once_the_trainer_has_let_it_go(tmp_path: Path) ->
 
     def script(running: Running) -> None:
         run.serve()
-        url = run.listed(specs)[1].url
+        url, mistyped = run.listed(specs)[1].url, "http://127.0.0.1:9"
+        assert request(run.servers, Request("add", mistyped)).done
         assert request(run.servers, Request("drop", url)).done
         run.until(lambda: run.states()["server-2"][0] == "leaving")
         assert len(in_use(run.servers)) == 1
@@ -288,9 +290,8 @@ def test_a_dropped_server_ends_once_the_trainer_has_let_it_go(tmp_path: Path) ->
         assert run.states()["server-2"][0] == "leaving", "the trainer may still be publishing to it"
         (run.servers / "served.json").unlink()
         run.until(lambda: "server-2" not in run.states())
-        last = request(run.servers, Request("drop", run.listed(specs[:1])[0].url))
-        assert not last.done, "a run needs one server"
-        assert not request(run.servers, Request("drop", "http://nowhere:1")).done
+        for wanted, done in (("server", False), (mistyped, True), ("server", False), ("http://nowhere:1", False)):
+            assert request(run.servers, Request("drop", wanted)).done == done, wanted
 
     run.play(specs, script)
 
