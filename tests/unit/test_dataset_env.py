@@ -426,10 +426,10 @@ def test_data_json_text_stays_text_and_a_missing_key_is_none(tmp_path: Path) -> 
 
 
 def test_data_a_column_of_csv_files_has_one_type_also_by_a_card(tmp_path: Path) -> None:
-    for name, lines in (("one", "02,1,True\n03,\n"), ("two", "04,many\n"), ("three", "05,2\n")):
+    for name, lines in (("one", "02,1,True\n03,\n"), ("two", '"04" b,many\n \n'), ("../linked", "05,2\n")):
         (tmp_path / f"{name}.csv").write_text(f"answer,n,ok\n{lines}")
-    assert [row["n"] for row in rows_of(opened(tmp_path))] == ["1", None, "2", "many"]
-    card = "---\nconfigs:\n- config_name: a\n  data_files: [{split: dev, path: [one.csv, three.csv]}]\n---\n"
+    assert [row["n"] for row in rows_of(opened(tmp_path))] == ["1", None, "many"]
+    card = "---\nconfigs:\n- config_name: a\n  data_files: [{split: dev, path: [one.csv, ../linked.csv]}]\n---\n"
     (tmp_path / "README.md").write_text(card)
     assert [tuple(row.values()) for row in rows_of(opened(tmp_path))] == [
         ("02", 1, True),
