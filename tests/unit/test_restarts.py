@@ -380,8 +380,8 @@ def test_servers_command(run: Path, tmp_path_factory: pytest.TempPathFactory) ->
         ("server-4", "restarting", None, ""),
     ]
 
-    table = CliRunner().invoke(app, ["servers", "--run-dir", str(run)])
-    assert table.exit_code == 0 and all(name in table.output for name in ("server-4", "n2", "serves"))
+    table = CliRunner().invoke(app, ["servers", "--run-dir", str(run)], env={"COLUMNS": "20"})
+    assert table.exit_code == 0 and all(name in table.output for name in ("server-4", D, "n2", "serves"))
     done = CliRunner().invoke(app, ["servers", "--run-dir", str(run), "--json"])
     assert [row["url"] for row in json.loads(done.output)] == [A, B, C, D]
 
