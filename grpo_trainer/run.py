@@ -45,7 +45,14 @@ from grpo_trainer.model.shape import shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, process_start
 from grpo_trainer.record import write_record
 from grpo_trainer.run_defaults import chosen, described, planned_cache
-from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_another_run, refuse_unreadable
+from grpo_trainer.saving.manifest import (
+    STATE_FILE,
+    DamagedError,
+    read_state,
+    refuse_another_run,
+    refuse_unreadable,
+    saved_checkpoints,
+)
 
 CACHE_VARIABLE = "GRPO_CACHE"
 """Environment variable with a folder to use instead of `~/.cache/grpo`."""
@@ -240,7 +247,7 @@ def supervise(
         with closing(new_rows), view, supervisor:
             supervisor.run(plan.stages)
     except (StoppedError, FolderGoneError, ProcessFailedError) as error:
-        again = f"continue by: grpo run --resume {this_run}" if _saved(config) else "nothing was saved"
+        again = _way_on(config)
         if isinstance(error, StoppedError):
             error.add(summary="; all processes have ended", fix=again)
         else:
@@ -249,6 +256,17 @@ def supervise(
     saved = f"{config.run_dir}/checkpoints, " if saves else ""
     view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {this_run}` shows it")
     view.say(last_line(read_rows(config.run_dir / METRICS_FILE), last_sample(config.run_dir / SAMPLES_FILE)))
+
+
+def _way_on(config: RunConfig) -> str:
+    """Return which checkpoint the run continues from and by what command, and which trained steps are not saved."""
+    saved = saved_checkpoints(config.run_dir / "checkpoints")
+    if not saved:
+        return "nothing was saved"
+    newest, rows = saved[-1], last_rows(config.run_dir / METRICS_FILE).rows
+    is_lost = rows and rows[-1]["step"] > newest.progress.step
+    lost = f"steps {newest.progress.step + 1} to {rows[-1]['step']} were not saved; " if is_lost else ""
+    return f"{lost}continue from {newest.path} by: grpo run --resume {shlex.quote(str(config.run_dir))}"
 
 
 def _saved(config: RunConfig) -> bool:
