@@ -27,7 +27,7 @@ from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
-from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, replace_file
+from grpo_trainer.files import LOCK_FILE, METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, replace_file
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
@@ -69,6 +69,9 @@ def run(config: RunConfig, console: Console) -> None:
         GrpoError: nothing was started when the configuration, the model, a port or the run folder was at fault;
             everything was ended again when a process failed.
     """
+    if (config.run_dir / LOCK_FILE).exists():
+        with held_folder(config.run_dir, "--run-dir"):
+            pass  # a run that goes on there holds the ports, too, and is to be named first
     refuse_another_run(config.run_dir, config.trainer.resume)
     refuse_newer(config)
     if config.trainer.resume == "auto":
