@@ -268,7 +268,7 @@ def _way_on(config: RunConfig) -> str:
         return "nothing was saved"
     newest, rows = saved[-1], last_rows(config.run_dir / METRICS_FILE).rows
     is_lost = rows and rows[-1]["step"] > newest.progress.step
-    lost = f"steps {newest.progress.step + 1} to {rows[-1]['step']} were not saved; " if is_lost else ""
+    lost = f"what followed step {newest.progress.step}, up to {rows[-1]['step']}, was not saved; " if is_lost else ""
     return f"{lost}continue from {newest.path} by: grpo run --resume {shlex.quote(str(config.run_dir))}"
 
 
