@@ -391,13 +391,9 @@ def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path: Path, monkey
         pass
 
 
-def test_a_second_run_in_a_live_folder_touches_nothing(
-    tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]], busy_port: int
-) -> None:
+def test_a_second_run_in_a_live_folder_touches_nothing(tmp_path: Path, held: Any, busy_port: int) -> None:
     folder = tmp_path / "run"
     holder = held(folder)
-    (folder / "config").mkdir()
-    (folder / "config" / "trainer.toml").write_text("# the live run's")
     (folder / "metrics.jsonl").write_text("{}\n")
     (folder / "queue.sqlite").write_text("the live run's, too")
     before = content(folder)

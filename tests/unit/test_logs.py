@@ -122,7 +122,7 @@ def test_a_run_that_is_stopped_says_what_was_saved(tmp_path: Path, saved: int | 
     with pytest.raises(StoppedError) as stopped:
         run_stand_in(tmp_path, Console(quiet=True), stops)
     assert (f"adapter_step_{saved} by: grpo run --resume " in stopped.value.fix) == (saved is not None)
-    assert ("was not saved" in stopped.value.fix) == lost
+    assert ("step 0" in stopped.value.fix) == lost
 
 
 class Terminal(io.StringIO):
