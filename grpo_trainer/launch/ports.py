@@ -16,7 +16,6 @@ from grpo_common.errors import Problem
 from grpo_common.ports import listener, port_holder, try_to_bind
 from grpo_trainer.config.options import LARGEST_PORT
 from grpo_trainer.errors import PortBusyError
-from grpo_trainer.phases import COMMAND_VARIABLE
 
 FREE_PORTS = range(20_000, 30_000)
 """Where free ports are chosen, unless `VARIABLE` says otherwise. By default Linux gives clients' connections ports from
@@ -24,6 +23,9 @@ FREE_PORTS = range(20_000, 30_000)
 
 VARIABLE = "GRPO_PORTS"
 """Environment variable with another range, such as 20000-20999."""
+
+RUN = re.compile(r"\bgrpo(_trainer)? run\b")
+"""The command line of a run, whose processes are its children, and a trainer's server their child."""
 
 _STRIDE = 97  # processes that choose at the same time begin at different places
 _cursor = itertools.count(secrets.randbelow(1 << 16))  # in two containers, process ids may be the same
@@ -61,7 +63,7 @@ def _remedy(port: int) -> str:
     """Return what to do about a port that is held; a process of a run that goes on is not to be ended."""
     with suppress(psutil.Error, OSError):
         holder = listener(port)
-        if holder is not None and COMMAND_VARIABLE in holder.environ():
+        if holder is not None and any(RUN.search(" ".join(each.cmdline())) for each in holder.parents()):
             return "another grpo run holds it, so let this one pick free ports: --api.port 0 --server.port 0"
     return "end that process, or choose another port (0 picks a free one)"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shlex
 import socket
 from collections.abc import Mapping
@@ -469,7 +470,7 @@ def test_logits_that_one_side_rounds_are_told(
 
 
 def test_a_busy_port_names_its_holder_and_free_ones_differ(monkeypatch: Any, busy_port: int) -> None:
-    monkeypatch.setattr(ports, "COMMAND_VARIABLE", "PATH")  # this process counts as a `grpo run`'s
+    monkeypatch.setattr(ports, "RUN", re.compile(""))  # whatever has started this process counts as a `grpo run`
     with refusing(PortBusyError, "--api.port", words=[str(busy_port), f"pid {os.getpid()}"]) as error:
         claim_ports({"api": busy_port, "server": 0})
     assert error.value.exit_code == 2 and "--api.port 0" in error.value.fix
