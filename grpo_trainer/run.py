@@ -27,7 +27,7 @@ from grpo_trainer.config.processes import RunConfig, claim_folder, link_latest
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.doctor.before_start import refuse_missing, refuse_without_room, warn_of_lr, warn_of_memory
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
-from grpo_trainer.files import METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, replace_file
+from grpo_trainer.files import LOCK_FILE, METRICS_FILE, SAMPLES_FILE, HeldFolder, held_folder, replace_file
 from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
@@ -45,7 +45,14 @@ from grpo_trainer.model.shape import shape_of
 from grpo_trainer.phases import COMMAND_VARIABLE, process_start
 from grpo_trainer.record import write_record
 from grpo_trainer.run_defaults import chosen, described, planned_cache
-from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state, refuse_another_run, refuse_unreadable
+from grpo_trainer.saving.manifest import (
+    STATE_FILE,
+    DamagedError,
+    read_state,
+    refuse_another_run,
+    refuse_unreadable,
+    saved_checkpoints,
+)
 
 CACHE_VARIABLE = "GRPO_CACHE"
 """Environment variable with a folder to use instead of `~/.cache/grpo`."""
@@ -62,6 +69,9 @@ def run(config: RunConfig, console: Console) -> None:
         GrpoError: nothing was started when the configuration, the model, a port or the run folder was at fault;
             everything was ended again when a process failed.
     """
+    if (config.run_dir / LOCK_FILE).exists():
+        with held_folder(config.run_dir, "--run-dir"):
+            pass  # a run that goes on there holds the ports, too, and is to be named first
     refuse_another_run(config.run_dir, config.trainer.resume)
     refuse_newer(config)
     if config.trainer.resume == "auto":
@@ -240,7 +250,7 @@ def supervise(
         with closing(new_rows), view, supervisor:
             supervisor.run(plan.stages)
     except (StoppedError, FolderGoneError, ProcessFailedError) as error:
-        again = f"continue by: grpo run --resume {this_run}" if _saved(config) else "nothing was saved"
+        again = _way_on(config)
         if isinstance(error, StoppedError):
             error.add(summary="; all processes have ended", fix=again)
         else:
@@ -249,6 +259,17 @@ def supervise(
     saved = f"{config.run_dir}/checkpoints, " if saves else ""
     view.say(f"done: {saved}{config.run_dir}/{METRICS_FILE}; `grpo report {this_run}` shows it")
     view.say(last_line(read_rows(config.run_dir / METRICS_FILE), last_sample(config.run_dir / SAMPLES_FILE)))
+
+
+def _way_on(config: RunConfig) -> str:
+    """Return which checkpoint the run continues from and by what command, and which trained steps are not saved."""
+    saved = saved_checkpoints(config.run_dir / "checkpoints")
+    if not saved:
+        return "nothing was saved"
+    newest, rows = saved[-1], last_rows(config.run_dir / METRICS_FILE).rows
+    is_lost = rows and rows[-1]["step"] > newest.progress.step
+    lost = f"what followed step {newest.progress.step}, up to {rows[-1]['step']}, was not saved; " if is_lost else ""
+    return f"{lost}continue from {newest.path} by: grpo run --resume {shlex.quote(str(config.run_dir))}"
 
 
 def _saved(config: RunConfig) -> bool:

@@ -29,6 +29,8 @@ app = typer.Typer(
 RunDir = Annotated[
     Path | None, typer.Option("--run-dir", metavar="PATH", help="Folder of the run (default: the newest of runs/).")
 ]
+WIDEST = 2000
+"""Columns of the table, at most: a terminal wraps a line that is too long, where rich would cut addresses off."""
 URL = re.compile(r"http://[^/:]+:\d+")
 
 
@@ -99,11 +101,11 @@ def list_servers(
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("server", "URL", "where", "state", "version", "starts", box=None)
+    table = Table("server", "URL", "where", "state", "version", "starts", "note", box=None)
     for row in found:
-        version, state = "" if row["version"] is None else str(row["version"]), f"{row['state']} {row['note']}"
-        table.add_row(row["name"], row["url"], row["where"], state.strip(), version, str(row["boot"]))
-    Console().print(table)
+        version = "" if row["version"] is None else str(row["version"])
+        table.add_row(row["name"], row["url"], row["where"], row["state"], version, str(row["boot"]), row["note"])
+    Console(width=WIDEST, markup=False, highlight=False).print(table)
 
 
 @app.command("add")

@@ -70,11 +70,11 @@ def save_on_exit(
             saved = checkpoints.save(state.progress)
         except Exception as error:
             world.failed_after(end, error)
-            log.warning("the run's end could not be saved", exc_info=error)
+            log.info("the run's end could not be saved", exc_info=error)
             why = f"nothing could be saved ({type(error).__name__}: {error})"
         else:
             if world.leads:
-                _say(end, state.progress, f"saved {saved}, continue with --resume auto")
+                _say(end, state.progress, f"saved {saved}, continue with --resume auto", saved=True)
             settle(state.progress.batches)
             return
     if why and (world.leads or not world.is_common(end)):  # what all have met is rank 0's to report
@@ -96,7 +96,7 @@ def _unsaved_because(end: Exception, state: RunState, world: World) -> str | Non
     return None if state.saves else "nothing is saved (--checkpoint-interval never)"
 
 
-def _say(end: Exception, progress: Progress, outcome: str) -> None:
+def _say(end: Exception, progress: Progress, outcome: str, *, saved: bool = False) -> None:
     """Add the outcome to the error's message; an error that is not a `GrpoError` gets a note in its traceback."""
     stopped = f"stopped at step {progress.step}"
     match end:
@@ -108,5 +108,5 @@ def _say(end: Exception, progress: Progress, outcome: str) -> None:
             end.add(fix=f"{stopped}; {outcome}")
         case _:
             end.add_note(f"{stopped}; {outcome}")
-    if not isinstance(end, StoppedError):  # reports show this log line as an event
+    if not (saved and isinstance(end, StoppedError)):  # `grpo run` shows this line, and reports as an event
         log.error("the run ends: %s", " ".join([str(end), *getattr(end, "__notes__", ())]))

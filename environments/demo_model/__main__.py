@@ -4,7 +4,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from environments.demo_model.folder import DemoModelError, Recipe, claim, finished_before, write_whole
+from environments.demo_model.folder import (
+    RELEASED_SIZE,
+    SIZE,
+    DemoModelError,
+    Recipe,
+    claim,
+    finished_before,
+    try_to_write,
+    write_whole,
+)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -36,11 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
         claim(out, options.force)
         summary = None if options.force else finished_before(out, None if options.released else recipe)
         if summary is None:
+            try_to_write(out, RELEASED_SIZE if options.released else SIZE)
             from environments.demo_model.model import build, write_released
 
             summary = write_whole(out, write_released) if options.released else build(out, recipe)
         print(f"{out}: {summary}")
     except (DemoModelError, ValueError, OSError) as error:
+        if isinstance(error, OSError):
+            got, wanted = error.strerror or str(error), "a folder of yours on a disk with room"
+            error = DemoModelError("can't be written", field=f"OUT {out}", got=got, wanted=wanted)
         print(f"grpo demo-model: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,6 +1,8 @@
 """The folder of a demo model: the settings it was built with, and when it may be replaced. Imports nothing heavy."""
 
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +15,10 @@ MARKER = "demo_model.json"
 """File in the output folder that marks it as a demo model's, for later runs."""
 RELEASED = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """The released model."""
+
+
+SIZE, RELEASED_SIZE = 4 * 2**20, 300 * 2**20
+"""Bytes of a model, at most: of one that is built, and of the released one."""
 
 
 class DemoModelError(UserError, RuntimeError):
@@ -47,6 +53,13 @@ def claim(out: Path, force: bool) -> None:
             )
     elif out.exists():
         raise DemoModelError(field="OUT", got=f"{out}, a file", wanted="a folder", fix="choose another path")
+
+
+def try_to_write(out: Path, size: int) -> None:
+    """Raise an OSError unless a file of `size` bytes has room where `write_whole` will write; it goes at once."""
+    there = next(folder for folder in out.resolve().parents if folder.exists())
+    with tempfile.TemporaryFile(dir=there) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
 
 
 def finished_before(out: Path, recipe: Recipe | None) -> str | None:

@@ -8,9 +8,12 @@ import os
 import re
 import secrets
 from collections.abc import Container
+from contextlib import suppress
+
+import psutil
 
 from grpo_common.errors import Problem
-from grpo_common.ports import port_holder, try_to_bind
+from grpo_common.ports import listener, port_holder, try_to_bind
 from grpo_trainer.config.options import LARGEST_PORT
 from grpo_trainer.errors import PortBusyError
 
@@ -20,6 +23,9 @@ FREE_PORTS = range(20_000, 30_000)
 
 VARIABLE = "GRPO_PORTS"
 """Environment variable with another range, such as 20000-20999."""
+
+RUN = re.compile(r"\bgrpo(_trainer)? run\b")
+"""The command line of a run, whose processes are its children, and a trainer's server their child."""
 
 _STRIDE = 97  # processes that choose at the same time begin at different places
 _cursor = itertools.count(secrets.randbelow(1 << 16))  # in two containers, process ids may be the same
@@ -36,7 +42,7 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
             f"--{name.partition('-')[0]}.port",
             f"{port}, held by {port_holder(port)}",
             "a free port",
-            "end that process, or choose another port (0 picks a free one)",
+            _remedy(port),
         )
         for name, port in wanted.items()
         if port and not is_free(host, port)
@@ -51,6 +57,15 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
         if not port:
             claimed[name] = _free_port(host, claimed.values())
     return {name: claimed[name] for name in wanted}
+
+
+def _remedy(port: int) -> str:
+    """Return what to do about a port that is held; a process of a run that goes on is not to be ended."""
+    with suppress(psutil.Error, OSError):
+        holder = listener(port)
+        if holder is not None and any(RUN.search(" ".join(each.cmdline())) for each in holder.parents()):
+            return "another grpo run holds it, so let this one pick free ports: --api.port 0 --server.port 0"
+    return "end that process, or choose another port (0 picks a free one)"
 
 
 def _free_port(host: str, taken: Container[int]) -> int:

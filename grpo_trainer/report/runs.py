@@ -110,7 +110,7 @@ def print_runs(runs: Sequence[Listed], folder: Path, console: Console) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("run", "mode", "model", "steps", "reward", "state"):
         justify = "right" if name in ("steps", "reward") else "left"
-        table.add_column(name, justify=justify, overflow="fold", no_wrap=name != "model")
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("run", "model"))
     for run in runs:
         model = run.model or "–"
         model = model if len(model) <= MODEL_WIDTH else f"…/{Path(model).name}"

@@ -302,8 +302,8 @@ class Checkpoints:
         weights = self.weights_now()
         return self.world.lead(lambda: write(weights))
 
-    def serving(self, path: Path) -> None:
-        """Record that a server has loaded this folder: keep it, and delete the last one."""
+    def serving(self, path: Path | None) -> None:
+        """Record that a server has loaded this folder: keep it, and delete the last one. None: no server runs."""
         self._writer.wait()
         before, self._serving = self._serving, path
         if before is not None and self.config.keep_checkpoints and not (before / STATE_FILE).exists():
@@ -479,7 +479,7 @@ class Checkpoints:
 
     # Pruning
 
-    def _prune(self, newest: Path) -> None:
+    def _prune(self, newest: Path | None) -> None:
         keep = self.config.keep_checkpoints
         paths = [found.path for found in saved_checkpoints(self.config.save_path)] if keep else []
         for path in [path for path in paths if path.name != self.policy.final_name][:-keep]:

@@ -58,9 +58,9 @@ class CheckpointModels:
     def export(self, version: int) -> str:
         return str(self.checkpoints.export(version)) if version else self.base
 
-    def serving(self, model: str) -> None:
+    def serving(self, model: str | None) -> None:
         if model != self.base:
-            self.checkpoints.serving(Path(model))
+            self.checkpoints.serving(Path(model) if model else None)
 
 
 @dataclass(eq=False, repr=False)
@@ -92,7 +92,7 @@ class MergedModels:
         self._written = [*(each for each in self._written if each != path), path]
         return str(path)
 
-    def serving(self, model: str) -> None:
+    def serving(self, model: str | None) -> None:
         for old in [path for path in self._written[: -max(1, self.keep)] if str(path) != model]:
             self._written.remove(old)
             with suppress(FileNotFoundError):  # the user has deleted it already
@@ -137,6 +137,8 @@ class RestartBridge(WeightBridge):
 
     def close(self) -> None:
         with ExitStack() as leaving:
+            if self.world.leads:
+                leaving.callback(self.models.serving, None)  # last: then all servers have stopped
             for one in self.launched if self.world.leads else ():
                 leaving.callback(one.server.close)
                 leaving.callback(one.client.close)

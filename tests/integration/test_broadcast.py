@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -390,6 +391,10 @@ def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, archi
     folder = save_tiny_model(tmp_path / "model")  # its tokenizer
     random_model(architecture).save_pretrained(folder)
     with receiving(tmp_path, "--dtype", "bfloat16", "--tensor-parallel-size", "2", model=folder) as server:
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        maps = [line for one in family for line in Path(f"/proc/{one.pid}/maps").read_text().splitlines()]
+        shared = [line for line in maps if "cpushm" in line]
+        assert shared and all(line.endswith("(deleted)") for line in shared)
         made = Sending(server, tmp_path)
         version = made.bridge.connect(0)
         for number in (version + 1, version + 2):

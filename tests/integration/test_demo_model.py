@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from environments.arithmetic import ProblemSet
+from environments.demo_model import __main__ as command
 from environments.demo_model.__main__ import main
 from environments.demo_model.folder import MARKER, DemoModelError, Recipe, claim, write_whole
 from environments.demo_model.model import (
@@ -97,11 +98,13 @@ def full(folder: Path) -> dict[str, Any]:
     raise OSError("the disk is full")
 
 
-def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_written_is_told_before_the_build(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     (tmp_path / "out").write_text("text")
-    assert main([str(tmp_path / "out"), "--force"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("grpo demo-model: OUT: ") and str(tmp_path / "out") in line
+    monkeypatch.setattr(command, "SIZE", 2**60)  # more than any disk has room for
+    for out in (tmp_path / "out", tmp_path / "new" / "out", Path("/proc/out")):
+        assert main([str(out), "--force"]) == 1
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith("grpo demo-model: OUT") and str(out) in said.err
     assert (tmp_path / "out").read_text() == "text"
 
 

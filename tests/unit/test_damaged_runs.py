@@ -391,21 +391,15 @@ def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path: Path, monkey
         pass
 
 
-def test_a_second_run_in_a_live_folder_touches_nothing(
-    tmp_path: Path, held: Callable[[Path], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_in_a_live_folder_touches_nothing(tmp_path: Path, held: Any, busy_port: int) -> None:
     folder = tmp_path / "run"
     holder = held(folder)
-    (folder / "config").mkdir()
-    (folder / "config" / "trainer.toml").write_text("# the live run's")
     (folder / "metrics.jsonl").write_text("{}\n")
     (folder / "queue.sqlite").write_text("the live run's, too")
-    for check in ("refuse_missing", "refuse_without_room"):
-        monkeypatch.setattr(run, check, lambda *_, **__: None)
     before = content(folder)
-    flags: dict[str, Any] = {"model_name": "demo", "weight_bridge_mode": "lora_only", "resume": "auto"}
+    flags: dict[str, Any] = {"model_name": "demo", "resume": "auto", "api.port": busy_port}
     with refusing(ConfigError, f"--run-dir {folder}", words=[str(holder.pid)]):
-        run.run(build_run({}, {**flags, "training_steps": "7", "run_dir": str(folder)}), Console(quiet=True))
+        run.run(build_run({}, {**flags, "run_dir": str(folder)}), Console(quiet=True))
     assert content(folder) == before
 
 

@@ -37,7 +37,7 @@ from grpo_trainer.metrics.types import Mean
 from grpo_trainer.rollouts.groups import Group, Sample
 from grpo_trainer.run import supervise
 from grpo_trainer.saving.checkpoint import Progress
-from grpo_trainer.saving.manifest import STATE_FILE
+from grpo_trainer.saving.manifest import seal
 from grpo_trainer.trainer import Trainer
 from tests.processes import wait_for
 from tests.unit.factories import TinyModel
@@ -113,15 +113,16 @@ def test_a_run_that_is_piped_has_a_line_a_step(tmp_path: Path) -> None:
     assert any(line.startswith("Evaluation") for line in lines)
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_a_run_that_is_stopped_goes_on_only_if_something_was_saved(tmp_path: Path, saved: bool) -> None:
-    if saved:
-        (tmp_path / "checkpoints" / "adapter_step_1").mkdir(parents=True)
-        (tmp_path / "checkpoints" / "adapter_step_1" / STATE_FILE).touch()
+@pytest.mark.parametrize(("saved", "lost"), [(None, False), (0, True), (1, False)])  # of one step
+def test_a_run_that_is_stopped_says_what_was_saved(tmp_path: Path, saved: int | None, lost: bool) -> None:
+    if saved is not None:
+        (path := tmp_path / "checkpoints" / f"adapter_step_{saved}").mkdir(parents=True)
+        seal(path, Progress(saved, saved))
     stops = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
     with pytest.raises(StoppedError) as stopped:
         run_stand_in(tmp_path, Console(quiet=True), stops)
-    assert ("grpo run --resume " in stopped.value.fix) == saved
+    assert (f"adapter_step_{saved} by: grpo run --resume " in stopped.value.fix) == (saved is not None)
+    assert ("step 0" in stopped.value.fix) == lost
 
 
 class Terminal(io.StringIO):

@@ -339,7 +339,7 @@ def test_run_that_ends_before_anything_was_learnt_leaves_no_checkpoint() -> None
 
 
 @pytest.mark.parametrize("is_common", [True, False])
-def test_after_a_save_that_failed_in_one_process_none_waits_for_it(is_common: bool) -> None:
+def test_a_save_that_failed_in_one_process_is_told_and_none_waits(is_common: bool, caplog: Any) -> None:
     world, end = World(1, 2), StoppedError(15)
     error = OSError("disk full") if is_common else MemoryError("no room")
 
@@ -350,6 +350,7 @@ def test_after_a_save_that_failed_in_one_process_none_waits_for_it(is_common: bo
     state = RunState(Progress(), Progress(1, 1), None)
     save_on_exit(world.common(end), state, checkpoints, lambda _: None, world)
     assert world.is_common(end) == is_common
+    assert ("MemoryError: no room" in caplog.text) != is_common  # else the first process says it
 
 
 def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shlex
 import socket
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import DistributedConfig, TrainConfig
 from grpo_trainer.engine.head import ExactHead
 from grpo_trainer.errors import ConfigError, PortBusyError
+from grpo_trainer.launch import ports
 from grpo_trainer.launch.plan import (
     SET_FOR_ENVIRONMENTS,
     ProcessSpec,
@@ -467,10 +469,11 @@ def test_logits_that_one_side_rounds_are_told(
 # ports for a run's processes --------------------------------------------------------------------------------
 
 
-def test_a_busy_port_names_its_holder_and_free_ones_differ(busy_port: int) -> None:
+def test_a_busy_port_names_its_holder_and_free_ones_differ(monkeypatch: Any, busy_port: int) -> None:
+    monkeypatch.setattr(ports, "RUN", re.compile(""))  # whatever has started this process counts as a `grpo run`
     with refusing(PortBusyError, "--api.port", words=[str(busy_port), f"pid {os.getpid()}"]) as error:
         claim_ports({"api": busy_port, "server": 0})
-    assert error.value.exit_code == 2
+    assert error.value.exit_code == 2 and "--api.port 0" in error.value.fix
     claimed = claim_ports({"a": 0, "b": 0, "c": 0})
     assert list(claimed) == ["a", "b", "c"]
     assert len({*claimed.values(), *claim_ports({"a": 0, "b": 0}).values()}) == 5

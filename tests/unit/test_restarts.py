@@ -381,15 +381,14 @@ def test_servers_command(run: Path, tmp_path_factory: pytest.TempPathFactory) ->
         ("server-4", "restarting", None, ""),
     ]
 
-    table = CliRunner().invoke(app, ["servers", "--run-dir", str(run)])
-    assert table.exit_code == 0 and all(name in table.output for name in ("server-4", "n2", "serves"))
+    table = CliRunner().invoke(app, ["servers", "--run-dir", str(run)], env={"COLUMNS": "20"})
+    assert table.exit_code == 0 and all(name in table.output for name in ("server-4", D, "n2", "serves"))
     done = CliRunner().invoke(app, ["servers", "--run-dir", str(run), "--json"])
     assert [row["url"] for row in json.loads(done.output)] == [A, B, C, D]
 
-    with refusing(ConfigError, "RUN_DIR"):
-        change(run, Request("add"))
-    with refusing(ConfigError, "RUN_DIR"):
-        change(tmp_path_factory.mktemp("other"), Request("add"))
+    for folder in (run, tmp_path_factory.mktemp("other")):
+        with refusing(ConfigError, "RUN_DIR"):
+            change(folder, Request("add"))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:9001", "http://host", "http://host:9001/v1", "https://host:1"])

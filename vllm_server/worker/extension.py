@@ -63,6 +63,9 @@ class PolicyWorker:
         if (shape := routed_experts.shape_of(runner)) is not None:
             found["routed_experts"] = msgspec.to_builtins(shape)
         if self.device.type != "cuda":
+            # All workers have mapped the files of their collectives, which would stay: vLLM kills workers at the end.
+            for path in Path("/dev/shm").glob(f"{os.environ.get('VLLM_DIST_IDENT', 'no')}-*-cpushm*"):
+                path.unlink(missing_ok=True)
             return {**found, "gpu_uuid": "", "visible_gpus": []}
         visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
