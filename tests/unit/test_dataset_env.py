@@ -431,11 +431,8 @@ def test_data_a_column_of_csv_files_has_one_type_also_by_a_card(tmp_path: Path) 
     assert [row["n"] for row in rows_of(opened(tmp_path))] == ["1", None, "many"]
     card = "---\nconfigs:\n- config_name: a\n  data_files: [{split: dev, path: [one.csv, ../linked.csv]}]\n---\n"
     (tmp_path / "README.md").write_text(card)
-    assert [tuple(row.values()) for row in rows_of(opened(tmp_path))] == [
-        ("02", 1, True),
-        ("03", None, None),
-        ("05", 2, None),
-    ]
+    wanted = [("02", 1, True), ("03", None, None), ("05", 2, None)]
+    assert [tuple(row.values()) for row in rows_of(opened(tmp_path))] == wanted
 
 
 @pytest.mark.parametrize(
