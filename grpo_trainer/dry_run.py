@@ -1,4 +1,4 @@
-"""`grpo run --dry-run`: the processes that a run would start, as a table or as JSON. It writes nothing.
+"""`grpo run --dry-run`: the processes that a run would start, as a table or as JSON. It leaves nothing behind.
 
 The same checks as before a start apply, and environments are tried (`grpo_trainer.launch.trial`). But a machine without
 the GPUs or the cluster that a run needs shows its plan all the same, and says what is missing: a plan may be read
