@@ -19,7 +19,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -193,9 +193,8 @@ def _file(field: str, path: Path, texts: Sequence[Sequence[str]]) -> Data:
     if form in ("JSON", "CSV"):
         rows = _rows(field, form, {"": path}, texts, whole=whole)
     elif form is not None:
-        where, kind = str(path.absolute()), form
-        load = lambda library: library.load_dataset(kind, data_files=where, split="train")  # noqa: E731
-        rows = _table_rows(field, _load(field, load, path))
+        options = {"path": form, "data_files": str(path.absolute()), "split": "train"}
+        rows = _table_rows(field, _load(field, lambda library: library.load_dataset(**options), path))
     else:
         got = f"the ending {path.suffix}" if path.suffix else "a name without an ending"
         raise ConfigError("not a kind of file that can be read", field=field, got=got, wanted=KINDS, fix="convert it")
@@ -331,7 +330,7 @@ def _csv_rows(field: str, tables: Mapping[str, dict[str, list[Any]]], texts: Seq
         if column not in kept and all(map(NUMBER.fullmatch, there)):
             read = _number
         elif column not in kept and all(cell.lower() in WORDS for cell in there):
-            read = lambda cell: WORDS[cell.lower()]  # noqa: E731
+            read = _truth
         for own in cells:
             own[:] = [read(cell) if cell else None for cell in own]
     found = {
@@ -345,13 +344,17 @@ def _number(cell: str) -> int | float:
     return float(cell) if set(cell) & set(".eE") else int(cell)
 
 
+def _truth(cell: str) -> bool:
+    return WORDS[cell.lower()]
+
+
 def _cells(field: str, path: Path) -> dict[str, list[Any]]:
     """Return the text of all cells of a CSV file, by column; raise ConfigError for a row longer than the header."""
     content, begin, last, rows = _content(field, path), 1, 1, list[list[str]]()
     csv.field_size_limit(sys.maxsize)  # a cell of any size
     try:
-        text = io.StringIO(f"{content.decode()}\n{END}", newline="")
-        reader = csv.reader(text, delimiter="\t" if _ending(path) == ".tsv" else ",")
+        lines = chain(io.StringIO(content.decode(), newline=""), [END])
+        reader = csv.reader(lines, delimiter="\t" if _ending(path) == ".tsv" else ",")
         for cells in reader:
             if cells == [END]:
                 break

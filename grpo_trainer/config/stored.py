@@ -131,7 +131,7 @@ def left_behind(folder: Path, began: Path, names: Iterable[str]) -> Iterator[Pro
         own, module = Path(name.partition(":")[0]), began.joinpath(*name.partition(":")[0].split("."))
         there = (began / own, module.with_name(f"{module.name}.py"), module / "__init__.py")
         if own.parts and not own.is_absolute() and any(path.exists() for path in there):
-            fix = f"cd {shlex.quote(str(began))}, and resume there; or name it anew"
+            fix = f"cd {shlex.quote(str(began))}, and resume there, or give the option again"
             yield Problem(f"--resume {folder}", f"a start in {Path.cwd()}", f"one in {began}, which has {own}", fix)
             return
 

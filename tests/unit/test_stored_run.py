@@ -454,7 +454,9 @@ def test_a_run_that_names_files_is_continued_where_it_began(tmp_path: Path, monk
         monkeypatch.chdir(tmp_path)
         with refusing(ConfigError, f"--resume b/r/{number}", words=[str(tmp_path / "b")]):
             continued(f"b/r/{number}")
-        assert continued(f"b/r/{number}", reward=["math"]).environments[0].rewards == ("math",), "named anew"
+        assert continued(f"b/r/{number}", reward=["math"]).environments[0].rewards == ("math",), (
+            "the option was given again"
+        )
         monkeypatch.chdir(Path("b").rename("a"))
 
 
